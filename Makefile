@@ -1,0 +1,88 @@
+# Needs Python 3.11 or newer and make. `make demo` and `make test` set up .venv by themselves, and again only when
+# pyproject.toml or constraints/dev.txt change.
+#
+#   make demo ARGS="--quick"         the demo, with its options
+#   make test                        everything that CI checks
+#   make test ARGS="-k region"       the same with pytest options
+#   make test WORKERS=2              tests in parallel; serial otherwise: one test alone starts up to 8 processes
+#   make check                       lint, types, imports: no tests
+#   make format                      mend what ruff can mend
+#   make clean                       remove caches and outputs; distclean: .venv too
+#
+# Settings, on the command line or in the environment:
+#   PYTHON       the interpreter that .venv is made from
+#   TORCH_INDEX  one more package index, for torch. On Linux the standard torch wheel brings gigabytes of CUDA libraries
+#                that neither demo nor tests use; with TORCH_INDEX=https://download.pytorch.org/whl/cpu pip takes the
+#                CPU build of the same version instead.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types imports format clean distclean
+
+ARGS ?=
+WORKERS ?= 0
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+
+# Some names on PATH do not run (pyenv's shims of versions that are not chosen) and some interpreters lack venv
+# (Debian without python3-venv): take the first that does all that is needed.
+USABLE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+	"$$name" -c '$(USABLE)' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
+
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(BIN)/python -m pip
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+setup: $(STAMP)
+
+# The stamp comes last: a set-up that was interrupted or failed is done again. -qq keeps errors only.
+# megatron-core's own metadata asks for torch>=2.6, numpy and packaging>=24.2 without upper bounds or CUDA packages
+# (those are in its extras, unused here), so it is installed like any other package, with no need of --no-deps.
+$(STAMP): pyproject.toml constraints/dev.txt
+	@if ! $(BIN)/python -c '$(USABLE)' >/dev/null 2>&1; then \
+		python='$(PYTHON)'; \
+		if ! "$$python" -c '$(USABLE)' >/dev/null 2>&1; then \
+			echo "No usable Python ($${python:-none of python3.11, 3.12, 3.13, python3}):" \
+				"shardshift needs 3.11 or newer with the venv module." >&2; \
+			echo "Name one that will do: make PYTHON=/path/to/python3.11" >&2; \
+			exit 1; \
+		fi; \
+		echo "Setting up $(VENV) with $$python (once, a minute or two)"; \
+		"$$python" -m venv --clear $(VENV); \
+	fi
+	@$(PIP) install -qq $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') \
+		--constraint constraints/dev.txt --editable '.[demo,dev,megatron]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/shardshift demo $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+check: lint types imports
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+imports: $(STAMP)
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build dist out .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)
