@@ -1,0 +1,132 @@
+"""Building Megatron models: on the meta device as some virtual rank would, and for real around given tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from ...values import Infeasible, ParallelConfig, ShardshiftError, Unaccounted
+from .job import RankLayout
+from .slots import Slot, Whole, logical_parameters, slots
+from .world import on_meta, virtual_rank
+
+BuildModel = Callable[[RankLayout], Sequence[torch.nn.Module]]
+
+
+class MetaModels:
+    """The user's model as each virtual rank would build it, on the meta device.
+
+    Built once per configuration and kept for as long as the adapter: the models depend on the user's function
+    alone, not on the world, and take no memory.
+    """
+
+    def __init__(self, build_model: BuildModel) -> None:
+        self._build_model = build_model
+        self._stages: dict[ParallelConfig, tuple[Sequence[torch.nn.Module], ...]] = {}
+
+    def stages(self, config: ParallelConfig) -> tuple[Sequence[torch.nn.Module], ...]:
+        """Per pipeline stage the model chunks of its first tensor rank.
+
+        Raises:
+            Infeasible: if the model cannot be built so; the text is Megatron's.
+            Unaccounted: if the model holds tensors that are not parameters.
+        """
+        config = replace(config, dp=1)  # data parallel replicas build the same
+        if config not in self._stages:
+            self._stages[config] = tuple(self._build(config, stage) for stage in range(config.pp))
+        return self._stages[config]
+
+    @property
+    def whole(self) -> Sequence[torch.nn.Module]:
+        """The model chunks with TP 1 and PP 1."""
+        return self.stages(ParallelConfig())[0]
+
+    @property
+    def transformer_config(self) -> TransformerConfig:
+        """The ``TransformerConfig`` of the model built whole."""
+        return self.whole[0].config
+
+    def slots(self, config: ParallelConfig, vocab_rows: int | None) -> dict[tuple[int, int], tuple[Slot, ...]]:
+        """The slots of every (pp, tp) coordinate, in order of the forward."""
+        wholes: Mapping[str, Whole] = logical_parameters(self.whole)
+        return {
+            (stage, tp): slots(chunks, wholes, config.tp, tp, vocab_rows)
+            for stage, chunks in enumerate(self.stages(config))
+            for tp in range(config.tp)
+        }
+
+    def _build(self, config: ParallelConfig, stage: int) -> Sequence[torch.nn.Module]:
+        rank = config.rank(pp=stage, tp=0)
+        with virtual_rank(config, rank), on_meta():
+            try:
+                chunks = list(self._build_model(RankLayout(config, rank)))
+            except ShardshiftError:
+                raise
+            except Exception as error:  # Megatron refuses with assertions, ValueErrors and RuntimeErrors alike
+                reason = str(error) or f"{type(error).__name__} without a text"
+                raise Infeasible(
+                    f"the model cannot be built as pp{config.pp}tp{config.tp} (stage {stage}): {reason}; what to do: "
+                    "choose a configuration that divides the model"
+                ) from error
+        refuse_unknown(chunks)
+        return chunks
+
+
+def refuse_unknown(chunks: Sequence[torch.nn.Module]) -> None:
+    """Refuse a model with state that no rule covers, by name.
+
+    Raises:
+        Unaccounted: for persistent buffers, for expert parameters, and for tensors that are neither parameters
+            nor rebuilt with data (they are still on the meta device).
+    """
+    unknown = []
+    for name, module in _modules(chunks):
+        lasting = {key: value for key, value in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        loose = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+        passing = {key: value for key, value in module._buffers.items() if key not in lasting}
+        unknown += [f"{name}.{key} (buffer)" for key, value in lasting.items() if value is not None]
+        unknown += [
+            f"{name}.{key} (no data after building on the meta device)"
+            for key, value in {**loose, **passing}.items()
+            if value is not None and value.is_meta
+        ]
+        unknown += [
+            f"{name}.{key} (expert parameter)"
+            for key, value in module._parameters.items()
+            if value is not None and getattr(value, "allreduce", True) is False
+        ]
+    if unknown:
+        raise Unaccounted(
+            f"the model holds state that shardshift cannot move yet: {', '.join(unknown)}. Nothing was moved. What to "
+            "do: train without it, or build such tensors on an explicit device if they are derived",
+            unknown,
+        )
+
+
+def materialise(chunks: Sequence[torch.nn.Module], values: Mapping[tuple[int, str], torch.Tensor]) -> None:
+    """Replace the parameters of chunks that were built on the meta device by parameters around given tensors.
+
+    Args:
+        chunks: the model chunks; tied parameters stay tied, attributes that Megatron set are kept.
+        values: per (chunk, local name) the tensor; no copy is made.
+    """
+    for index, chunk in enumerate(chunks):
+        names = {id(parameter): name for name, parameter in chunk.named_parameters()}
+        real: dict[int, torch.nn.Parameter] = {}
+        for _, module in _modules([chunk]):
+            for key, meta in module._parameters.items():
+                if meta is None:
+                    continue
+                if id(meta) not in real:
+                    made = torch.nn.Parameter(values[index, names[id(meta)]], requires_grad=meta.requires_grad)
+                    made.__dict__.update(meta.__dict__)
+                    real[id(meta)] = made
+                module._parameters[key] = real[id(meta)]
+
+
+def _modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    for chunk in chunks:
+        yield from chunk.named_modules()

@@ -1,0 +1,132 @@
+"""A running Megatron job on one rank, and what the user's callbacks are told about where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...values import Coordinate, Mismatch, ParallelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Where the model, optimizer or data being built will run.
+
+    Attributes:
+        config: the parallel configuration.
+        rank: the virtual rank, which is the rank in torch's default process group too.
+    """
+
+    config: ParallelConfig
+    rank: int
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Index along each parallel axis."""
+        return self.config.coordinate(self.rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the embedding (Megatron's ``pre_process``)."""
+        return self.coordinate.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the output layer (Megatron's ``post_process``)."""
+        return self.coordinate.pp == self.config.pp - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """How far training is in its data, whatever the layout.
+
+    Attributes:
+        consumed_samples: samples of the training set that were used, over all ranks.
+        global_batch_size: samples per optimizer step, over all ranks.
+        micro_batch_size: samples per forward on one rank.
+        num_microbatches: forwards per optimizer step on one rank.
+    """
+
+    consumed_samples: int
+    global_batch_size: int
+    micro_batch_size: int
+    num_microbatches: int
+
+
+@dataclass(slots=True)
+class Parts:
+    """The live objects of a job; gone once the job is consumed by a change of layout."""
+
+    model: list[torch.nn.Module]
+    optimizer: Any
+    scheduler: Any
+    data: Iterator[Any] | None
+
+
+class Job:
+    """One rank's running job: what a training loop works with.
+
+    A change of layout consumes the job: every attribute that reaches a live object then raises ``Mismatch``.
+
+    Attributes:
+        layout: where this rank runs.
+        iteration: optimizer steps finished.
+        position: how far training is in its data.
+        generation: how many changes of layout came before.
+    """
+
+    def __init__(
+        self, parts: Parts, layout: RankLayout, iteration: int, position: DataPosition, generation: int = 0
+    ) -> None:
+        self._parts: Parts | None = parts
+        self.layout = layout
+        self.iteration = iteration
+        self.position = position
+        self.generation = generation
+
+    @property
+    def config(self) -> ParallelConfig:
+        """The parallel configuration."""
+        return self.layout.config
+
+    @property
+    def num_microbatches(self) -> int:
+        """Forwards per optimizer step on this rank."""
+        return self.position.num_microbatches
+
+    @property
+    def model(self) -> list[torch.nn.Module]:
+        """The wrapped model chunks."""
+        return self._live().model
+
+    @property
+    def optimizer(self) -> Any:
+        """The Megatron optimizer."""
+        return self._live().optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """The learning rate scheduler; None if the user has none."""
+        return self._live().scheduler
+
+    @property
+    def data(self) -> Iterator[Any] | None:
+        """This rank's iterator over micro-batches."""
+        return self._live().data
+
+    def consume(self) -> Parts:
+        """Take the live objects out; the job is unusable afterwards."""
+        parts = self._live()
+        self._parts = None
+        return parts
+
+    def _live(self) -> Parts:
+        if self._parts is None:
+            raise Mismatch(
+                f"this job ({self.config}, iteration {self.iteration}) was consumed by a change of layout; what to "
+                "do: use the job that session.resize returned"
+            )
+        return self._parts

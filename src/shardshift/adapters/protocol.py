@@ -1,0 +1,119 @@
+"""What the elastic runtime asks of an adapter: live objects to layout and back.
+
+The runtime knows membership, agreement and time; an adapter knows one framework. Each call below is local to
+one process: whatever needs several processes, the runtime does between the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..values import Layout, ParallelConfig, Shard
+
+
+class JobLike(Protocol):
+    """What the runtime itself reads of a running job."""
+
+    @property
+    def iteration(self) -> int:
+        """Optimizer steps finished."""
+
+    @property
+    def config(self) -> ParallelConfig:
+        """The parallel configuration that the job runs in."""
+
+
+J = TypeVar("J", bound=JobLike)
+"""The adapter's job type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one process stands in a generation.
+
+    Attributes:
+        store: a store prefix that only this generation uses.
+        config: the parallel configuration.
+        rank: this process's virtual rank.
+        timeout_s: the longest that a collective may take.
+    """
+
+    store: dist.Store
+    config: ParallelConfig
+    rank: int
+    timeout_s: float
+
+
+class Change(Protocol[J]):
+    """One change of configuration, as the adapter sees it: both layouts, and the ways between live and logical.
+
+    Attributes:
+        prev: layout of every virtual rank before.
+        curr: layout of every virtual rank after.
+    """
+
+    @property
+    def prev(self) -> Layout:
+        """Layout of every virtual rank before."""
+
+    @property
+    def curr(self) -> Layout:
+        """Layout of every virtual rank after."""
+
+    def shards(self, job: J) -> dict[Shard, torch.Tensor]:
+        """This rank's live tensors by shard of ``prev``, as views without padding.
+
+        Raises:
+            Unaccounted: if model or optimizer hold state that no rule covers.
+            Mismatch: if the live tensors are not what ``prev`` says.
+        """
+
+    def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
+        """Memory for a shard of a rank of ``curr``, zero, padding around it included; a view of the region's shape."""
+
+    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], companions: Mapping[str, bytes]) -> J:
+        """Enter the world of the new generation and build the job there around tensors that are in place."""
+
+
+class Adapter(Protocol[J]):
+    """Turns jobs of one framework into layouts and back."""
+
+    def check(self, config: ParallelConfig) -> None:
+        """Refuse a configuration that the model or the batch cannot take.
+
+        Raises:
+            Infeasible: saying which number does not fit, and what would.
+        """
+
+    def start(self, place: Place) -> J:
+        """Enter the world of the first generation and build the job there, with initial weights."""
+
+    def change(self, prev: ParallelConfig, curr: ParallelConfig, *, moments: bool) -> Change[J]:
+        """Both layouts of a change, without building anything real.
+
+        Args:
+            prev: the configuration that the job runs in.
+            curr: one that ``check`` accepts.
+            moments: whether the optimizer's moments exist (they do not before the first step).
+        """
+
+    def has_moments(self, job: J) -> bool:
+        """Whether the optimizer's moments exist."""
+
+    def companions(self, job: J) -> dict[str, bytes]:
+        """The state that is not tensors by region: steps, groups, scheduler, counters, random streams.
+
+        Returns:
+            Per key an opaque record; no two ranks give the same key.
+        """
+
+    def advance(self, job: J) -> None:
+        """Count one optimizer step that is finished."""
+
+    def retire(self, job: J) -> None:
+        """Leave the job's world and make its objects raise on use. Its tensors live on where others hold them."""
