@@ -1,0 +1,72 @@
+"""shardshift moves the state of a running LLM training job to another parallel layout, without a checkpoint.
+
+The names below are the public face; everything is loaded on first use, so that planning needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .adapters import megatron
+    from .elastic import Member, ResizeReport, ResizeSource, Script, Session, session
+    from .values import (
+        Infeasible,
+        Mismatch,
+        ParallelConfig,
+        PeerLost,
+        ShardshiftError,
+        StateLost,
+        Topology,
+        Unaccounted,
+    )
+
+_HOMES = {
+    "megatron": "adapters",
+    **dict.fromkeys(("Member", "ResizeReport", "ResizeSource", "Script", "Session", "session"), "elastic"),
+    **dict.fromkeys(
+        (
+            "Infeasible",
+            "Mismatch",
+            "ParallelConfig",
+            "PeerLost",
+            "ShardshiftError",
+            "StateLost",
+            "Topology",
+            "Unaccounted",
+        ),
+        "values",
+    ),
+}
+
+__all__ = [
+    "Infeasible",
+    "Member",
+    "Mismatch",
+    "ParallelConfig",
+    "PeerLost",
+    "ResizeReport",
+    "ResizeSource",
+    "Script",
+    "Session",
+    "ShardshiftError",
+    "StateLost",
+    "Topology",
+    "Unaccounted",
+    "megatron",
+    "session",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'shardshift' has no attribute {name!r}")
+    if name == "megatron":
+        return importlib.import_module("shardshift.adapters.megatron")
+    return getattr(importlib.import_module(f"shardshift.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

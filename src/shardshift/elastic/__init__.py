@@ -1,0 +1,24 @@
+"""The elastic runtime: membership, agreement, changes of layout, failure."""
+
+from .control import Control, record_failure
+from .launcher import LocalJob, die_with_parent
+from .member import Member
+from .pulse import Pulse, diagnose
+from .report import ResizeReport
+from .resize import ResizeSource, Script
+from .session import Session, session
+
+__all__ = [
+    "Control",
+    "LocalJob",
+    "Member",
+    "Pulse",
+    "ResizeReport",
+    "ResizeSource",
+    "Script",
+    "Session",
+    "diagnose",
+    "die_with_parent",
+    "record_failure",
+    "session",
+]

@@ -1,0 +1,183 @@
+"""A launcher for one machine: worker processes from a fork server that has everything imported.
+
+It sets what torchrun sets, so a worker does not know the difference. The launcher hosts the job's store, so no
+worker is special; it tells the others when one dies, and leaves no process behind: workers end with the fork
+server, and the fork server with this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing as mp
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from ..values import PeerLost, ShardshiftError
+from .control import Control, record_loss, stands_by
+
+Send = Callable[[Any], None]
+Worker = Callable[..., None]
+"""Called in each process as ``worker(send, *args)``; what it sends, the launcher yields."""
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 5.0
+
+
+class LocalJob:
+    """Worker processes on this machine, as a context manager.
+
+    Args:
+        devices: how many.
+        worker: a module-level function.
+        args: picklable arguments for it.
+        timeout_s: as given to the session; survivors of a lost worker have this long, and 5 s, to end.
+        preload: modules for the fork server to import; takes effect when the first job starts.
+    """
+
+    def __init__(
+        self, devices: int, worker: Worker, args: Sequence[Any], *, timeout_s: float, preload: Sequence[str] = ()
+    ) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(list(preload))
+        self._timeout_s = timeout_s
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        self._shared = dist.PrefixStore("shardshift", self._store)  # as Member.from_launcher has it
+        self._pipes: dict[Connection, int] = {}
+        self._workers: dict[int, BaseProcess] = {}
+        try:
+            for device in range(devices):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_run_worker,
+                    args=(device, devices, self._store.port, theirs, worker, tuple(args)),
+                    name=f"shardshift-{device}",
+                )
+                self._pipes[ours] = device
+                process.start()
+                theirs.close()
+                self._workers[device] = process
+        except BaseException:
+            self.kill()  # nobody can enter the context any more, so nobody else would
+            raise
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process id by device."""
+        return {device: process.pid for device, process in self._workers.items() if process.pid is not None}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End every worker that still runs."""
+        for process in self._workers.values():
+            if process.is_alive():
+                process.kill()
+        for process in self._workers.values():
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes.clear()
+
+    def messages(self) -> Iterator[tuple[int, Any]]:
+        """What the workers send, as (device, message), until all have ended.
+
+        Raises:
+            ShardshiftError: the first error that a worker met by itself; ``PeerLost`` if one died or hung. Raised
+                once every survivor has ended, or at the latest ``timeout_s`` + 5 s after the loss. A worker that
+                dies while it stands by is no loss, as long as no change of layout needs it.
+        """
+        errors: dict[int, ShardshiftError] = {}
+        lost: PeerLost | None = None
+        deadline = float("inf")
+        running = dict(self._workers)
+        pipes = dict(self._pipes)
+        while running or pipes:
+            # A pipe may stay open after its worker, in a process that the worker started: nothing more will come.
+            left_s = max(deadline - time.monotonic(), 0.0) if running else 0.0
+            sentinels = {process.sentinel: device for device, process in running.items()}
+            ready = wait([*pipes, *sentinels], timeout=None if left_s == float("inf") else left_s)
+            if not ready:
+                break  # those that still run had their time; kill() ends them
+            for item in ready:
+                if isinstance(item, Connection):
+                    device = pipes[item]
+                    try:
+                        what, content = item.recv()
+                    except (EOFError, OSError):
+                        del pipes[item]
+                        continue
+                    if what == "error":
+                        errors[device] = ShardshiftError.from_wire(content)
+                    else:
+                        yield device, content
+            for sentinel, device in sentinels.items():
+                if sentinel in ready:
+                    process = running.pop(device)
+                    process.join()
+                    if process.exitcode and lost is None:
+                        lost = self._lost(device, process.exitcode, errors)
+                    if deadline == float("inf") and (lost is not None or self._all_stand_by(running)):
+                        deadline = time.monotonic() + self._timeout_s + _GRACE_S
+        own = [error for error in errors.values() if not isinstance(error, PeerLost)]
+        if own:
+            raise own[0]
+        if lost is not None:
+            raise next(iter(errors.values()), lost)
+
+    def _lost(self, device: int, exitcode: int, errors: dict[int, ShardshiftError]) -> PeerLost | None:
+        """Tell the survivors of a worker that ended badly, unless they know better already."""
+        how = f"was ended by signal {-exitcode}" if exitcode < 0 else f"ended with exit code {exitcode}"
+        known = Control(self._shared, -1, self._timeout_s).failure()
+        if known is not None:
+            return known
+        reason = str(errors[device]) if device in errors else f"its process {how}"
+        return record_loss(self._shared, device, "run", reason)
+
+    def _all_stand_by(self, running: Iterable[int]) -> bool:
+        """Whether nobody trains any more: who stands by ends at once then, unless it hangs."""
+        return all(stands_by(self._shared, device) for device in running)
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this process when its parent ends, however that ends (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _run_worker(device: int, devices: int, port: int, pipe: Connection, worker: Worker, args: tuple[Any, ...]) -> None:
+    die_with_parent()  # which is the fork server, and ends when the launcher does
+    os.environ.update(
+        RANK=str(device),
+        LOCAL_RANK=str(device),
+        WORLD_SIZE=str(devices),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    try:
+        worker(lambda message: pipe.send(("message", message)), *args)
+    except ShardshiftError as error:
+        pipe.send(("error", error.to_wire()))
+        raise SystemExit(1) from None
+    except Exception as error:
+        traceback.print_exc()
+        text = f"worker {device} failed: {type(error).__name__}: {error}"
+        pipe.send(("error", ShardshiftError(text).to_wire()))
+        raise SystemExit(1) from None

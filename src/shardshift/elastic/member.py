@@ -1,0 +1,41 @@
+"""One process's membership in a job: who it is, how many there are, and the store through which they meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..values import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """This process among the processes of the job.
+
+    Attributes:
+        store: long-lived store of the job.
+        device: this process's id, also its device; the launcher's RANK.
+        topology: which devices are on which node.
+    """
+
+    store: dist.Store
+    device: int
+    topology: Topology
+
+    @classmethod
+    def from_launcher(cls, *, devices_per_node: int | None = None, timeout_s: float = 30.0) -> Member:
+        """From what torchrun (or srun, or an operator) sets: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+
+        Args:
+            devices_per_node: processes on each node; None if all are on one.
+            timeout_s: how long to wait for the store.
+
+        Raises:
+            ValueError: if the variables are not set (from torch's own rendezvous).
+            Infeasible: if WORLD_SIZE is not a multiple of ``devices_per_node``.
+        """
+        store, device, devices = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        per_node = devices_per_node or devices
+        return cls(dist.PrefixStore("shardshift", store), device, Topology.of(devices, per_node))

@@ -1,0 +1,82 @@
+"""The proposal of one change: what the lead decides, and every rank proves for itself.
+
+Only the small decision travels: configurations and which device takes which virtual rank. Each rank derives
+both layouts and the whole plan from it and compares digests. Sending the plan itself was rejected: it grows
+with the job, and a rank that derives it has proved it. (Two solver versions may break ties differently, so the
+pairing is decided once; everything after it is deterministic.)
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from ..values import ParallelConfig, ShardshiftError
+from .control import to_record
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """One change of layout to agree on.
+
+    Attributes:
+        prev: configuration before.
+        curr: configuration after.
+        prev_devices: per virtual rank of ``prev`` its device.
+        curr_devices: per virtual rank of ``curr`` its device.
+        iteration: optimizer steps finished.
+        moments: whether the optimizer has moments to move.
+        digest: of the lead's plan.
+    """
+
+    prev: ParallelConfig
+    curr: ParallelConfig
+    prev_devices: tuple[int, ...]
+    curr_devices: tuple[int, ...]
+    iteration: int
+    moments: bool
+    digest: str
+
+    @property
+    def participants(self) -> tuple[int, ...]:
+        """Every device that has something to do."""
+        return tuple(sorted({*self.prev_devices, *self.curr_devices}))
+
+    def to_wire(self) -> bytes:
+        """As a control record."""
+        return to_record(
+            prev=str(self.prev),
+            curr=str(self.curr),
+            prev_devices=self.prev_devices,
+            curr_devices=self.curr_devices,
+            iteration=self.iteration,
+            moments=self.moments,
+            digest=self.digest,
+        )
+
+    @classmethod
+    def from_wire(cls, wire: bytes) -> Proposal:
+        """The proposal that a record holds.
+
+        Raises:
+            ShardshiftError: the error that the record holds instead, as the lead met it.
+        """
+        record = json.loads(wire)
+        if "refused" in record:
+            raise ShardshiftError.from_wire(record["refused"])
+        return cls(
+            ParallelConfig.parse(record["prev"]),
+            ParallelConfig.parse(record["curr"]),
+            tuple(record["prev_devices"]),
+            tuple(record["curr_devices"]),
+            record["iteration"],
+            record["moments"],
+            record["digest"],
+        )
+
+
+def refusal(error: BaseException) -> bytes:
+    """A record that carries an error instead; an error that is not ours travels as its text."""
+    if not isinstance(error, ShardshiftError):
+        error = ShardshiftError(f"{type(error).__name__}: {error}")
+    return to_record(refused=error.to_wire())

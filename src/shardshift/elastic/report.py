@@ -1,0 +1,85 @@
+"""What one change of layout did, and how long each part of it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ..plan import Plan
+from ..values import ParallelConfig
+
+
+class Phases:
+    """Seconds by phase of a change, in order of first use."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what runs inside; the same name again adds up."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started_s
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeReport:
+    """One change of layout, as one rank saw it.
+
+    Attributes:
+        prev: configuration before.
+        curr: configuration after.
+        iteration: optimizer steps finished before it.
+        devices: per virtual rank of ``curr`` its device.
+        digest: of the plan that every rank proved.
+        state_bytes: the logical state, each tensor once.
+        referred_bytes: left in place, over all devices.
+        copied_bytes: copied within a device, over all devices.
+        moved_bytes: sent between devices, over all.
+        least_moved_bytes: the least that any pairing of ranks with devices has to move.
+        phases_s: seconds by phase on this rank: plan, agree, move, commit, rebuild.
+    """
+
+    prev: ParallelConfig
+    curr: ParallelConfig
+    iteration: int
+    devices: tuple[int, ...]
+    digest: str
+    state_bytes: int
+    referred_bytes: int
+    copied_bytes: int
+    moved_bytes: int
+    least_moved_bytes: int
+    phases_s: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan, prev: ParallelConfig, curr: ParallelConfig, iteration: int, phases: Phases) -> ResizeReport:
+        """The report of a plan that was carried out."""
+        return cls(
+            prev,
+            curr,
+            iteration,
+            plan.curr.devices,
+            plan.digest,
+            plan.state_bytes,
+            plan.referred_bytes,
+            plan.copied_bytes,
+            plan.moved_bytes,
+            plan.least_moved_bytes,
+            phases.seconds,
+        )
+
+    @property
+    def move_s(self) -> float:
+        """Seconds that the move of the state took on this rank."""
+        return self.phases_s.get("move", 0.0)
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds for which this rank did not train."""
+        return sum(self.phases_s.values())

@@ -1,0 +1,351 @@
+"""The session: a training job that changes its layout while it runs, seen from one process.
+
+Every process of the job opens a session. Those that the configuration needs train; the others stand by inside
+``start`` until a change of layout takes them in. A change goes
+
+1. **plan**: the lead (the lowest device that trains) checks the configuration, pairs new ranks with devices and
+   publishes that as a proposal, or the reason why not; every device concerned derives the plan and proves it;
+2. **agree**: each says that its live tensors and its memory are as the plan needs them, or what is wrong. One that
+   is not ready, and all raise its error: nothing has moved;
+3. **move**: the engine runs this device's program; sources are only read;
+4. **commit**: all say that they have everything. From here on the new state is the state;
+5. **rebuild**: the old job's world is left, the new one entered, the job built around the tensors in place.
+
+Whatever breaks, in training as in a change, ends as one ``PeerLost`` on every survivor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Generic, Self
+
+import torch.distributed as dist
+
+from ..adapters import Adapter, Place
+from ..adapters.protocol import J
+from ..engine import RoundEvent
+from ..transport import ProcessGroupTransport, Transport
+from ..values import Infeasible, Mismatch, ParallelConfig, PeerLost, ShardshiftError
+from .control import Control, record_loss
+from .member import Member
+from .proposal import Proposal
+from .pulse import Pulse, as_peer_lost
+from .report import Phases, ResizeReport
+from .resize import ResizeSource, Script
+from .transition import Derived, Settings, Transition, too_few_devices
+
+_FINISHED = "finished"
+
+
+class Session(Generic[J]):
+    """One process's part in an elastic job; use it as a context manager. Made by ``shardshift.session``.
+
+    Attributes:
+        reports: one report for each change of layout that this process took part in.
+    """
+
+    def __init__(
+        self, adapter: Adapter[J], member: Member, config: ParallelConfig, resizes: ResizeSource, settings: Settings
+    ) -> None:
+        if settings.policy not in ("auto", "keep"):
+            raise Infeasible(f"unknown policy {settings.policy!r}; what to do: use 'auto' or 'keep'")
+        if config.world_size > member.topology.devices:
+            raise too_few_devices(config, member.topology.devices)
+        self.reports: list[ResizeReport] = []
+        self._adapter, self._member, self._resizes, self._settings = adapter, member, resizes, settings
+        self._config = config
+        self._devices: tuple[int, ...] = tuple(range(config.world_size))
+        self._concerned: tuple[int, ...] = tuple(range(member.topology.devices))  # all have to come, to begin with
+        self._generation = 0
+        self._attempt = 0
+        self._refused_at: int | None = None
+        self._started = False
+        self._job: J | None = None
+        self._phase = "start"
+        self._control = Control(member.store, member.device, settings.timeout_s)
+        store = member.store.clone()  # type: ignore[attr-defined]  # the stub lacks it
+        self._pulse = Pulse(store, member.device, settings.timeout_s, lambda: self._phase)
+        self._transport: Transport | None = None
+
+    def __enter__(self) -> Self:
+        store = dist.PrefixStore("move", self._member.store)
+        try:
+            with self._peers():
+                self._pulse.start()
+                self._transport = ProcessGroupTransport.gloo(
+                    store, self._member.device, self._member.topology.devices, self._settings.timeout_s
+                )
+        except BaseException:
+            self._close(graceful=False)  # Python calls __exit__ only after a successful __enter__
+            raise
+        self._concern(self._devices)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        graceful = False
+        try:
+            if error is not None:
+                self._fail(error)
+            elif self._job is not None:
+                with self._peers(), self._in_phase("finish"):
+                    self._control.gather(_FINISHED, self._devices, b"", "finish")
+                    self._control.publish(_FINISHED, b"")
+            graceful = error is None
+        finally:
+            self._close(graceful=graceful)
+
+    def start(self, initial: Callable[[J], None] | None = None) -> J | None:
+        """Begin to train, or stand by until a change of layout gives this process a role.
+
+        Args:
+            initial: called once with the job of the first generation, to load or set its state.
+
+        Returns:
+            The job; None if training has ended without needing this process (again).
+
+        Raises:
+            Infeasible: if the model or the batch cannot take the first layout.
+            Mismatch: if this process has a job already.
+            PeerLost: if the job fails meanwhile.
+        """
+        if self._job is not None:
+            raise Mismatch(
+                "start was called while this process trains; what to do: call it once, and when resize gave None"
+            )
+        first, self._started = not self._started, True
+        if not first or self._member.device not in self._devices:
+            return self._stand_by()
+        with self._peers(), self._in_phase("start"):
+            self._adapter.check(self._config)
+            self._job = self._adapter.start(self._place(self._devices.index(self._member.device)))
+            if initial is not None:
+                initial(self._job)
+        self._phase = "train"
+        return self._job
+
+    def resize_due(self, job: J) -> bool:
+        """Whether a change of layout is announced for the iteration that the job has reached; asks nobody.
+
+        A change that was refused is not due again at the same iteration: the job trains on.
+        """
+        target = self._resizes.due(job.iteration)
+        return target is not None and target != job.config and job.iteration != self._refused_at
+
+    def resize(self, job: J) -> J | None:
+        """Change to the layout that is due. Called by every rank that trains, at the same iteration.
+
+        Returns:
+            The job in its new layout; None if this process has no role in it. The old job is consumed.
+
+        Raises:
+            Infeasible, Mismatch, Unaccounted, StateLost: on every rank alike, before anything has moved; the
+                job is as it was and can train on.
+            PeerLost: if a rank is lost meanwhile.
+        """
+        target = self._resizes.due(job.iteration)
+        if target is None:
+            return job
+        phases, transition = Phases(), self._next_transition()
+        try:
+            with self._peers():
+                derived: Derived[J] | None = None
+                with self._timed(phases, "plan"):
+                    if self._member.device == self._lead:
+                        derived = transition.propose(job, self._devices, target)
+                    proposal = transition.proposal(self._lead)
+                return self._take_part(job, transition, proposal, derived, phases)
+        except PeerLost:
+            raise
+        except ShardshiftError:
+            self._refused_at = job.iteration
+            self._settle("train")
+            raise
+
+    @contextmanager
+    def commit_step(self, job: J) -> Iterator[None]:
+        """Around the optimizer step: the step counts once it is left without an exception."""
+        with self._in_phase("step"):
+            yield
+        self._adapter.advance(job)
+
+    def _stand_by(self) -> J | None:
+        """Follow the job's changes until one gives this process a role, or training ends."""
+        while True:
+            self._settle("standby")
+            try:
+                with self._peers():
+                    self._control.stand_by(True)
+                    transition = self._next_transition()
+                    if self._control.await_any([transition.key("proposal"), _FINISHED]) == _FINISHED:
+                        self._control.stand_by(False)
+                        return None
+                    proposal = transition.proposal(self._lead)
+                    if self._member.device in proposal.participants:
+                        self._control.stand_by(False)
+                        return self._take_part(None, transition, proposal, None, Phases())
+                    if transition.outcome():
+                        self._follow(proposal)
+            except PeerLost:
+                raise
+            except ShardshiftError:
+                continue  # refused: those who train have raised it, nothing has changed for this process
+
+    def _take_part(
+        self,
+        job: J | None,
+        transition: Transition[J],
+        proposal: Proposal,
+        derived: Derived[J] | Exception | None,
+        phases: Phases,
+    ) -> J | None:
+        """Derive (unless the lead has already), agree, then do it."""
+        self._concern(proposal.participants)
+        with self._timed(phases, "plan"):
+            derived = derived or transition.derive(job, proposal)
+        with self._timed(phases, "agree"):
+            companions = transition.agree(job, proposal, derived)
+        assert not isinstance(derived, Exception)  # agree has raised it
+        try:
+            return self._carry_out(job, transition, proposal, derived, companions, phases)
+        except Exception as error:
+            self._fail(error)  # all others are in it too: they must hear of it, whatever the caller makes of the error
+            raise
+
+    def _carry_out(
+        self,
+        job: J | None,
+        transition: Transition[J],
+        proposal: Proposal,
+        derived: Derived[J],
+        companions: dict[str, bytes],
+        phases: Phases,
+    ) -> J | None:
+        """Move, commit, rebuild."""
+        assert self._transport is not None
+        with self._timed(phases, "move"):
+            tensors = transition.move(job, derived, self._transport)
+        with self._timed(phases, "commit"):
+            transition.commit(proposal)
+        with self._timed(phases, "rebuild"):
+            self._follow(proposal)
+            self._job = None  # whatever happens from here on, the old job is retired once
+            if job is not None:
+                self._adapter.retire(job)
+            rank = derived.plan.curr.rank_of_device.get(self._member.device)
+            if rank is not None:
+                self._job = derived.change.rebuild(self._place(rank), tensors, companions)
+        self.reports.append(ResizeReport.of(derived.plan, proposal.prev, proposal.curr, proposal.iteration, phases))
+        self._phase = "standby" if self._job is None else "train"
+        return self._job
+
+    @property
+    def _lead(self) -> int:
+        return min(self._devices)
+
+    def _follow(self, proposal: Proposal) -> None:
+        """Take note of a committed change."""
+        self._config, self._devices = proposal.curr, proposal.curr_devices
+        self._generation += 1
+        self._concern(self._devices)
+
+    def _settle(self, phase: str) -> None:
+        """Between two changes only the devices that train matter."""
+        self._phase = phase
+        self._concern(self._devices)
+
+    def _concern(self, devices: Sequence[int]) -> None:
+        """From now on the loss of one of these devices is this process's loss too."""
+        self._concerned = tuple(devices)
+        self._pulse.watch(devices)
+
+    def _next_transition(self) -> Transition[J]:
+        self._attempt += 1
+        return Transition(self._attempt, self._adapter, self._control, self._member.topology, self._settings)
+
+    def _place(self, rank: int) -> Place:
+        store = dist.PrefixStore(f"world/{self._generation}", self._member.store)
+        return Place(store, self._config, rank, self._settings.timeout_s)
+
+    @contextmanager
+    def _timed(self, phases: Phases, name: str) -> Iterator[None]:
+        with self._in_phase(name), phases.phase(name):
+            yield
+
+    @contextmanager
+    def _in_phase(self, name: str) -> Iterator[None]:
+        before, self._phase = self._phase, name
+        yield
+        self._phase = before  # after an exception the phase stays: it is the one that failed
+
+    @contextmanager
+    def _peers(self) -> Iterator[None]:
+        """Turn whatever a lost peer causes inside into ``PeerLost``."""
+        try:
+            yield
+        except Exception as error:
+            if (lost := as_peer_lost(error, self._control, self._concerned, self._phase)) is not None:
+                raise lost from error
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise ``PeerLost`` if a peer is behind the error; otherwise make this rank's own failure known."""
+        if isinstance(error, PeerLost):
+            return
+        if (lost := as_peer_lost(error, self._control, self._concerned, self._phase)) is not None:
+            raise lost from error
+        with suppress(dist.DistError):  # without a store nobody can be told, and the first error matters
+            record_loss(self._member.store, self._member.device, self._phase, f"{type(error).__name__}: {error}")
+
+    def _close(self, *, graceful: bool) -> None:
+        """Give back threads and groups, in whatever state they are."""
+        job, self._job = self._job, None
+        self._pulse.stop()
+        if self._transport is not None:
+            self._transport.close()
+        if job is None:
+            return
+        try:
+            self._adapter.retire(job)
+        except Exception:
+            if graceful:
+                raise  # after a failure the first error matters; groups whose peers are gone may not close cleanly
+
+
+def session(
+    adapter: Adapter[J],
+    layout: ParallelConfig | str,
+    *,
+    resizes: ResizeSource | None = None,
+    member: Member | None = None,
+    policy: str = "auto",
+    timeout_s: float = 30.0,
+    staging_bytes: int = 64 << 20,
+    on_round: Callable[[RoundEvent], None] = lambda event: None,
+) -> Session[J]:
+    """Open this process's part in an elastic training job.
+
+    Args:
+        adapter: for the framework that the job is written in, e.g. ``shardshift.megatron.Adapter``.
+        layout: configuration to begin with, e.g. ``"pp2tp2dp1"``; devices 0, 1, ... take its ranks, others stand by.
+        resizes: where changes of layout come from; None for none.
+        member: this process's membership; None to take it from the launcher's environment variables.
+        policy: ``"auto"`` (keep sources whole until the commit if they and the targets fit memory together, else
+            refuse) or ``"keep"`` (the same without asking for memory to spare).
+        timeout_s: the longest that a collective, an agreement or a round may take.
+        staging_bytes: the most that one device sends or receives in one round.
+        on_round: called after each round of a move.
+
+    Raises:
+        Infeasible: if the layout or the policy cannot be.
+    """
+    return Session(
+        adapter,
+        member or Member.from_launcher(timeout_s=timeout_s),
+        ParallelConfig.parse(layout) if isinstance(layout, str) else layout,
+        resizes or Script({}),
+        Settings(policy, timeout_s, staging_bytes, on_round),
+    )

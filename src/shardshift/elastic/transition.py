@@ -1,0 +1,217 @@
+"""One change of layout from one process's side: propose, derive, agree, move. ``session`` says in which order.
+
+Nothing here touches the running job except to read it: whatever fails, the job is as it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+
+from ..adapters import Adapter, Change
+from ..adapters.protocol import J
+from ..engine import RoundEvent, available_bytes, run_program
+from ..plan import Plan, make_plan
+from ..schedule import compile_program, peak_extra_bytes
+from ..transport import Transport
+from ..values import Infeasible, Mismatch, ParallelConfig, PlacedLayout, Shard, ShardshiftError, Topology
+from .control import Control, to_record
+from .proposal import Proposal, refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How changes of layout are carried out.
+
+    Attributes:
+        policy: ``"auto"`` or ``"keep"``; see ``session``.
+        timeout_s: the longest that a collective, an agreement or a round may take.
+        staging_bytes: the most that one device sends or receives in one round.
+        on_round: called after each round.
+    """
+
+    policy: str
+    timeout_s: float
+    staging_bytes: int
+    on_round: Callable[[RoundEvent], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Derived(Generic[J]):
+    """What a rank has derived from a proposal, and proved."""
+
+    plan: Plan
+    change: Change[J]
+
+
+class Transition(Generic[J]):
+    """One attempt to change the layout; its records lie under keys of their own."""
+
+    def __init__(
+        self, attempt: int, adapter: Adapter[J], control: Control, topology: Topology, settings: Settings
+    ) -> None:
+        self._attempt = attempt
+        self._adapter = adapter
+        self._control = control
+        self._topology = topology
+        self._settings = settings
+
+    def key(self, topic: str) -> str:
+        """The store's key of one of this attempt's records."""
+        return f"change/{self._attempt}/{topic}"
+
+    def propose(self, job: J, devices: Sequence[int], target: ParallelConfig) -> Derived[J] | None:
+        """The lead's part: decide on the pairing and publish it, or the reason why it cannot be.
+
+        Returns:
+            What the lead has derived on the way; None if it had to refuse.
+        """
+        try:
+            if target.world_size > self._topology.devices:
+                raise too_few_devices(target, self._topology.devices)
+            self._adapter.check(target)
+            moments = self._adapter.has_moments(job)
+            change = self._adapter.change(job.config, target, moments=moments)
+            gone = self._control.gone()
+            usable = [device for device in range(self._topology.devices) if device not in gone]
+            plan = self._plan(change, devices, usable, None)
+            proposal = Proposal(
+                job.config, target, tuple(devices), plan.curr.devices, job.iteration, moments, plan.digest
+            )
+            wire = proposal.to_wire()
+        except Exception as error:  # every rank waits for this record: whatever happened must reach them
+            self._control.publish(self.key("proposal"), refusal(error))
+            return None
+        self._control.publish(self.key("proposal"), wire)
+        return Derived(plan, change)
+
+    def proposal(self, lead: int) -> Proposal:
+        """The proposal of the device ``lead``.
+
+        Raises:
+            ShardshiftError: what the lead refused with.
+            PeerLost: if none came.
+        """
+        return Proposal.from_wire(self._control.fetch(self.key("proposal"), lead, "plan"))
+
+    def derive(self, job: J | None, proposal: Proposal) -> Derived[J] | Exception:
+        """This rank's own plan, checked against the live job; or what is wrong, for ``agree`` to tell."""
+        try:
+            if job is not None and (job.config, job.iteration) != (proposal.prev, proposal.iteration):
+                raise Mismatch(
+                    f"device {self._control.device} is at iteration {job.iteration} of {job.config}, the proposal at "
+                    f"iteration {proposal.iteration} of {proposal.prev}; what to do: ask resize_due at the same "
+                    "iterations on every rank"
+                )
+            change = self._adapter.change(proposal.prev, proposal.curr, moments=proposal.moments)
+            plan = self._plan(change, proposal.prev_devices, proposal.curr_devices, proposal.curr_devices)
+            if plan.digest != proposal.digest:
+                raise Mismatch(
+                    f"device {self._control.device} derives plan {plan.digest}, the lead {proposal.digest}; nothing "
+                    "was moved. What to do: run the same code and the same model description on every rank"
+                )
+            return Derived(plan, change)
+        except Exception as error:  # goes to every rank as text
+            return error
+
+    def agree(self, job: J | None, proposal: Proposal, derived: Derived[J] | Exception) -> dict[str, bytes]:
+        """Say whether this rank is ready, hear whether all are.
+
+        Returns:
+            The companions of the whole job, for a device that has a rank in the new layout.
+
+        Raises:
+            ShardshiftError: the same on every rank, if one was not ready. Nothing has moved.
+            PeerLost: if a rank did not come.
+        """
+        answers = self._control.gather(
+            self.key("ready"), proposal.participants, self._ready(job, proposal, derived), "agree"
+        )
+        givers: dict[str, int] = {}
+        for device, answer in answers.items():
+            record = json.loads(answer)
+            if "refused" in record:
+                self._control.publish(self.key("refused"), b"")
+                raise ShardshiftError.from_wire(record["refused"])
+            givers |= dict.fromkeys(record["companions"], device)
+        stays = self._control.device in proposal.curr_devices
+        return {
+            name: self._control.fetch(self._companion(name), giver, "agree") for name, giver in givers.items() if stays
+        }
+
+    def move(self, job: J | None, derived: Derived[J], transport: Transport) -> dict[Shard, torch.Tensor]:
+        """Run this device's program; its tensors in the new layout."""
+        plan, change = derived.plan, derived.change
+        rank = plan.curr.rank_of_device.get(self._control.device, -1)
+        return run_program(
+            compile_program(plan, self._control.device, self._settings.staging_bytes),
+            {} if job is None else change.shards(job),
+            transport,
+            allocate=lambda shard: change.allocate(rank, shard),
+            timeout_s=self._settings.timeout_s,
+            on_round=self._settings.on_round,
+        )
+
+    def commit(self, proposal: Proposal) -> None:
+        """All have everything: from here on the new state is the state."""
+        self._control.gather(self.key("done"), proposal.participants, b"", "commit")
+        self._control.publish(self.key("committed"), b"")
+
+    def outcome(self) -> bool:
+        """For a process that takes no part: wait for the end of it, and say whether it was committed."""
+        committed = self.key("committed")
+        return self._control.await_any([committed, self.key("refused")]) == committed
+
+    def _ready(self, job: J | None, proposal: Proposal, derived: Derived[J] | Exception) -> bytes:
+        """This rank's answer; its companions are published before it says yes."""
+        if isinstance(derived, Exception):
+            return refusal(derived)
+        try:
+            if self._settings.policy == "auto":
+                self._check_memory(derived.plan, len(proposal.participants))
+            records: dict[str, bytes] = {}
+            if job is not None:
+                derived.change.shards(job)  # for its checks
+                records = self._adapter.companions(job)
+            for name, content in records.items():
+                self._control.publish(self._companion(name), content)
+            return to_record(companions=list(records))
+        except Exception as error:  # goes to every rank as text
+            return refusal(error)
+
+    def _companion(self, name: str) -> str:
+        return self.key(f"companion/{name}")
+
+    def _plan(
+        self, change: Change[J], prev_devices: Sequence[int], usable: Sequence[int], placement: Sequence[int] | None
+    ) -> Plan:
+        return make_plan(
+            PlacedLayout(change.prev, tuple(prev_devices)),
+            change.curr,
+            devices=usable,
+            topology=self._topology,
+            placement=placement,
+        )
+
+    def _check_memory(self, plan: Plan, sharers: int) -> None:
+        """Refuse a move that would not fit beside the state that is kept until the commit."""
+        peak_bytes = peak_extra_bytes(compile_program(plan, self._control.device, self._settings.staging_bytes))
+        # Processes on CPU share the machine's memory; a GPU has its own.
+        share_bytes = available_bytes() // (1 if torch.cuda.is_available() else sharers)
+        if peak_bytes > share_bytes:
+            raise Infeasible(
+                f"device {self._control.device} needs {peak_bytes:,} bytes beside its present state, {share_bytes:,} "
+                "are free; nothing was moved. What to do: free memory, or go in two steps (more devices first)"
+            )
+
+
+def too_few_devices(config: ParallelConfig, devices: int) -> Infeasible:
+    """The error for a configuration that is larger than the job."""
+    return Infeasible(
+        f"{config} needs {config.world_size} devices, there are {devices}; what to do: choose a smaller configuration "
+        "or start more processes"
+    )
