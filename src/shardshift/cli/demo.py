@@ -1,0 +1,73 @@
+"""``shardshift demo``: progress while it runs, a table and two files when it is done."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..report import DemoReport, save_loss_plot, transitions_table
+from ..values import Infeasible
+
+_NEEDED = {"megatron.core": "megatron-core", "matplotlib": "matplotlib", "psutil": "psutil"}
+
+
+def run_and_report(console: Console, *, steps: int, data: Path | None, out: Path) -> DemoReport:
+    """Run the demo, print what came out, and write ``loss.png`` and ``report.json``.
+
+    Args:
+        console: where progress and table go.
+        steps: optimizer steps of the elastic run.
+        data: text file or folder; None for the sources of Python's standard library.
+        out: folder for the files; made if it is not there.
+
+    Raises:
+        Infeasible: if something that the demo needs is not installed, or the data cannot be used.
+        ShardshiftError: whatever ends the training.
+    """
+    if missing := [package for module, package in _NEEDED.items() if not _importable(module)]:
+        raise Infeasible(
+            f"the demo needs {', '.join(missing)}; what to do: pip install 'shardshift[demo]', or use 'make demo'"
+        )
+    from ..demo.run import run_demo
+    from ..demo.text import default_source, read_text
+
+    source = data or default_source()
+    read_text(source)  # errors in it come before any process starts
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Infeasible(f"cannot make the folder {out}: {error.strerror}; what to do: give another --out") from error
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bars:
+        totals = {"elastic": steps, "again from saved state": steps - steps // 5, "fixed": steps}
+        tasks = {what: bars.add_task(f"train: {what}", total=total, start=False) for what, total in totals.items()}
+        tasks["start"] = bars.add_task("start 8 processes", total=None)
+
+        def progress(what: str, done: int) -> None:
+            bars.update(tasks["start"], visible=False)
+            bars.start_task(tasks[what])
+            bars.advance(tasks[what], done)
+
+        report = run_demo(steps, source, progress=progress)
+    console.print(transitions_table(report.transitions))
+    save_loss_plot(report, out / "loss.png")
+    (out / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    helpers_s = max(transition.checkpoint_helpers_s for transition in report.transitions)
+    console.print(
+        "pause: plan, agree, move, commit, rebuild. checkpoint: save, build in fresh processes, load; without starting "
+        f"processes, and without {helpers_s:.1f} s for the helper processes that saving needs.",
+        style="dim",
+    )
+    console.print(f"wrote {out / 'loss.png'} and {out / 'report.json'}")
+    return report
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent of a dotted name is missing
+        return False

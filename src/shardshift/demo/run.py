@@ -1,0 +1,146 @@
+"""The demo as a whole: the elastic run, each change again from saved state in fresh processes, and a fixed run.
+
+1. Eight processes, standing for two nodes of four devices, train and change layout four times, live.
+2. For each change, fresh processes start in the new layout: they load a Megatron checkpoint of the moment before
+   (for its time), then the oracle's plain tensors (for the truth), and train to the next change. Their losses must
+   be those of the elastic run, bit for bit.
+3. A run in the first layout throughout gives the curve to hold the elastic one against.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from ..elastic import LocalJob
+from ..report import DemoReport, Transition
+from . import worker
+from .model import ModelShape, Recipe
+from .worker import Changes, Task, train_elastic, train_fixed, train_from_saved
+
+CONFIGS: Final = ("pp2tp2dp1", "pp4tp2dp1", "pp2tp2dp2", "pp2tp4dp1", "pp4tp1dp1")
+DEVICES: Final = 8
+DEVICES_PER_NODE: Final = 4
+FEWEST_STEPS: Final = len(CONFIGS)
+
+Progress = Callable[[str, int], None]
+"""Called as ``progress(what, steps)`` when so many steps of a run are finished."""
+
+
+def run_demo(steps: int, data: Path, *, timeout_s: float = 30.0, progress: Progress = lambda what, done: None) -> DemoReport:
+    """Run the whole demo.
+
+    Args:
+        steps: optimizer steps of the elastic run; at least one for each configuration.
+        data: text file or folder.
+        timeout_s: the longest that a collective may take.
+        progress: told of each finished step.
+
+    Returns:
+        What came out.
+
+    Raises:
+        ShardshiftError: what a process met by itself; ``PeerLost`` if one died.
+    """
+    task = Task(Recipe(ModelShape(), steps=steps), data, DEVICES_PER_NODE, timeout_s)
+    at = [steps * number // len(CONFIGS) for number in range(1, len(CONFIGS))]
+    changes: Changes = dict(zip(at, CONFIGS[1:], strict=True))
+    with tempfile.TemporaryDirectory(prefix="shardshift-demo-") as name:
+        folder = Path(name)
+        elastic = _elastic(task, changes, folder, progress)
+        transitions = [
+            _again(task, elastic, iteration, until, folder, progress)
+            for iteration, until in zip(at, [*at[1:], steps], strict=True)
+        ]
+        fixed = _losses(LocalJob(4, train_fixed, (task, CONFIGS[0]), timeout_s=timeout_s), "fixed", progress)
+    return DemoReport(tuple(transitions), _in_order(elastic.losses), _in_order(fixed))
+
+
+class _Elastic:
+    """What the elastic run sent."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.helpers_s = 0.0
+        self.save_s: dict[int, float] = {}
+        self.reports: dict[int, list[worker.ResizeReport]] = {}
+
+
+def _elastic(task: Task, changes: Changes, folder: Path, progress: Progress) -> _Elastic:
+    found = _Elastic()
+    job = LocalJob(
+        DEVICES,
+        train_elastic,
+        (task, CONFIGS[0], changes, folder),
+        timeout_s=task.timeout_s,
+        preload=[worker.__name__],
+    )
+    with job:
+        for _, message in job.messages():
+            match message:
+                case ("loss", int(iteration), float(loss)):
+                    found.losses[iteration] = loss
+                    progress("elastic", 1)
+                case ("helpers", float(seconds)):
+                    found.helpers_s = max(found.helpers_s, seconds)
+                case ("saved", int(iteration), float(seconds)):
+                    found.save_s[iteration] = max(found.save_s.get(iteration, 0.0), seconds)
+                case ("changed", worker.ResizeReport() as report):
+                    found.reports.setdefault(report.iteration, []).append(report)
+                case _:
+                    raise AssertionError(f"unknown message {message!r}")
+    return found
+
+
+def _again(
+    task: Task, elastic: _Elastic, iteration: int, until: int, folder: Path, progress: Progress
+) -> Transition:
+    """Make a change again, from saved state in fresh processes, and hold the elastic run against it."""
+    reports = elastic.reports[iteration]
+    curr = reports[0].curr
+    build_s = load_s = 0.0
+    exact, checkpoint_exact = False, True
+    losses: dict[int, float] = {}
+    job = LocalJob(
+        curr.world_size, train_from_saved, (task, str(curr), iteration, until, folder), timeout_s=task.timeout_s
+    )
+    with job:
+        for _, message in job.messages():
+            match message:
+                case ("loss", int(step), float(loss)):
+                    losses[step] = loss
+                    progress("again from saved state", 1)
+                case ("loaded", float(build), float(load), bool(same)):
+                    build_s, load_s = max(build_s, build), max(load_s, load)
+                    checkpoint_exact = checkpoint_exact and same
+                case ("compared", bool(same)):
+                    exact = same
+                case _:
+                    raise AssertionError(f"unknown message {message!r}")
+    expected = {step: loss for step, loss in elastic.losses.items() if iteration < step <= until}
+    return Transition.of(
+        reports,
+        checkpoint_save_s=elastic.save_s[iteration],
+        checkpoint_build_s=build_s,
+        checkpoint_load_s=load_s,
+        checkpoint_helpers_s=elastic.helpers_s,
+        checkpoint_params_exact=checkpoint_exact,
+        bit_exact=exact,
+        same_losses_as_checkpoint=bool(losses) and losses == expected,
+    )
+
+
+def _losses(job: LocalJob, what: str, progress: Progress) -> dict[int, float]:
+    losses: dict[int, float] = {}
+    with job:
+        for _, message in job.messages():
+            _, step, loss = message
+            losses[step] = loss
+            progress(what, 1)
+    return losses
+
+
+def _in_order(losses: dict[int, float]) -> tuple[float, ...]:
+    return tuple(losses[step] for step in sorted(losses))

@@ -1,0 +1,142 @@
+"""What runs in the demo's processes: the elastic run, a run started from a saved state, and a fixed run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import Script, session
+from ..adapters import Place
+from ..adapters.megatron import Adapter, Job
+from ..elastic import Member, ResizeReport
+from ..values import ParallelConfig
+from . import checkpoint, oracle
+from .model import Recipe, make_adapter, optimizer_step, set_initial_weights, train_step
+from .text import Corpus, read_text
+
+Send = Callable[[Any], None]
+Changes = dict[int, str]
+"""Per iteration the configuration to change to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What all of the demo's runs share.
+
+    Attributes:
+        recipe: model and training.
+        data: text file or folder.
+        devices_per_node: processes that stand for one node.
+        timeout_s: the longest that a collective may take.
+    """
+
+    recipe: Recipe
+    data: Path
+    devices_per_node: int
+    timeout_s: float
+
+    def adapter(self) -> Adapter:
+        """The adapter of this training."""
+        corpus = Corpus(read_text(self.data), self.recipe.shape.sequence_length, self.recipe.seed)
+        return make_adapter(self.recipe, corpus)
+
+
+def train_elastic(send: Send, task: Task, start: str, changes: Changes, folder: Path) -> None:
+    """The main job: train, and change layout where the script says; one call in each process.
+
+    At each change it also writes the state before and after for the oracle, and a Megatron checkpoint, all of it
+    outside the measured pause.
+    """
+    torch.set_num_threads(1)
+    send(("helpers", checkpoint.start_helpers()))
+    recipe, adapter = task.recipe, task.adapter()
+    member = Member.from_launcher(devices_per_node=task.devices_per_node, timeout_s=task.timeout_s)
+    with session(adapter, start, resizes=Script(changes), member=member, timeout_s=task.timeout_s) as elastic:
+        job = elastic.start(lambda job: set_initial_weights(job, recipe.seed))
+        if elastic.reports and job:
+            _after_change(send, job, elastic.reports[-1], folder)
+        while job and job.iteration < recipe.steps:
+            if elastic.resize_due(job):
+                state = state_folder(folder, job.iteration)
+                oracle.save_rank(job, state / "before")
+                send(("saved", job.iteration, checkpoint.save(job, state / "checkpoint")))
+                job = elastic.resize(job) or elastic.start()  # without a role in the new layout: stand by
+                if job:
+                    _after_change(send, job, elastic.reports[-1], folder)
+                continue
+            loss = train_step(job)
+            with elastic.commit_step(job):
+                optimizer_step(job)
+            _send_loss(send, job, loss)
+
+
+def train_from_saved(send: Send, task: Task, config: str, iteration: int, until: int, folder: Path) -> None:
+    """Start in fresh processes from the state saved before a change, in the layout after it, and train on.
+
+    First the Megatron checkpoint is loaded, for its time; then the oracle's state replaces it, and training goes on
+    from that. One of the processes compares the whole state before the change with the one after.
+    """
+    torch.set_num_threads(1)
+    adapter = task.adapter()
+    state = state_folder(folder, iteration)
+    records = oracle.read_ranks(state / "before")
+    logical = oracle.assemble(records)
+    job, build_s = _start(task, adapter, config, records[0]["consumed_samples"])
+    load_s = checkpoint.load(job, state / "checkpoint")
+    exact = oracle.holds(job, logical)
+    send(("loaded", build_s, load_s, exact))
+    oracle.load_rank(job, records, logical)
+    if job.layout.rank == 0:
+        send(("compared", oracle.same_state(logical, oracle.assemble(oracle.read_ranks(state / "after")))))
+    _train(send, adapter, job, until)
+
+
+def train_fixed(send: Send, task: Task, config: str) -> None:
+    """The same training without any change of layout."""
+    torch.set_num_threads(1)
+    adapter = task.adapter()
+    job, _ = _start(task, adapter, config, 0)
+    set_initial_weights(job, task.recipe.seed)
+    _train(send, adapter, job, task.recipe.steps)
+
+
+def state_folder(folder: Path, iteration: int) -> Path:
+    """Where the states around the change at an iteration are."""
+    return folder / f"change{iteration}"
+
+
+def _start(task: Task, adapter: Adapter, config: str, consumed_samples: int) -> tuple[Job, float]:
+    """A job of one layout on all processes, without a session; and the seconds that groups and model took."""
+    member = Member.from_launcher(timeout_s=task.timeout_s)
+    store = dist.PrefixStore("world", member.store)
+    started_s = time.perf_counter()
+    job = adapter.start(Place(store, ParallelConfig.parse(config), member.device, task.timeout_s), consumed_samples)
+    dist.barrier()
+    return job, time.perf_counter() - started_s
+
+
+def _train(send: Send, adapter: Adapter, job: Job, until: int) -> None:
+    while job.iteration < until:
+        loss = train_step(job)
+        optimizer_step(job)
+        adapter.advance(job)
+        _send_loss(send, job, loss)
+    dist.barrier()
+    adapter.retire(job)
+
+
+def _send_loss(send: Send, job: Job, loss: float | None) -> None:
+    at = job.layout.coordinate
+    if loss is not None and at.tp == 0 and at.dp == 0:
+        send(("loss", job.iteration, loss))
+
+
+def _after_change(send: Send, job: Job, report: ResizeReport, folder: Path) -> None:
+    oracle.save_rank(job, state_folder(folder, report.iteration) / "after")
+    send(("changed", report))
