@@ -1,7 +1,7 @@
 """The elastic runtime: membership, agreement, changes of layout, failure."""
 
 from .control import Control, record_failure
-from .launcher import LocalJob, die_with_parent
+from .launcher import LocalJob, die_with_parent, start_fork_server
 from .member import Member
 from .pulse import Pulse, diagnose
 from .report import ResizeReport
@@ -21,4 +21,5 @@ __all__ = [
     "die_with_parent",
     "record_failure",
     "session",
+    "start_fork_server",
 ]

@@ -15,7 +15,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self
@@ -47,8 +49,7 @@ class LocalJob:
     def __init__(
         self, devices: int, worker: Worker, args: Sequence[Any], *, timeout_s: float, preload: Sequence[str] = ()
     ) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(list(preload))
+        context = start_fork_server(preload)
         self._timeout_s = timeout_s
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
@@ -110,6 +111,8 @@ class LocalJob:
         running = dict(self._workers)
         pipes = dict(self._pipes)
         while running or pipes:
+            if lost is not None and {*running, *pipes.values()} <= {*lost.ranks}:
+                break  # only who is lost anyway has not ended: one that hangs never will
             # A pipe may stay open after its worker, in a process that the worker started: nothing more will come.
             left_s = max(deadline - time.monotonic(), 0.0) if running else 0.0
             sentinels = {process.sentinel: device for device, process in running.items()}
@@ -154,6 +157,14 @@ class LocalJob:
     def _all_stand_by(self, running: Iterable[int]) -> bool:
         """Whether nobody trains any more: who stands by ends at once then, unless it hangs."""
         return all(stands_by(self._shared, device) for device in running)
+
+
+def start_fork_server(preload: Sequence[str]) -> ForkServerContext:
+    """Start the server that workers are forked from, unless it runs; it imports modules while the caller goes on."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    forkserver.ensure_running()
+    return context
 
 
 def die_with_parent() -> None:

@@ -42,7 +42,8 @@ class ResizeReport:
         copied_bytes: copied within a device, over all devices.
         moved_bytes: sent between devices, over all.
         least_moved_bytes: the least that any pairing of ranks with devices has to move.
-        phases_s: seconds by phase on this rank: plan, agree, move, commit, rebuild.
+        phases_s: seconds by phase of the pause on this rank: plan, agree, move, commit, rebuild.
+        ahead_s: seconds for which this rank prepared the change beforehand, between two steps.
     """
 
     prev: ParallelConfig
@@ -56,9 +57,18 @@ class ResizeReport:
     moved_bytes: int
     least_moved_bytes: int
     phases_s: dict[str, float] = field(default_factory=dict)
+    ahead_s: float = 0.0
 
     @classmethod
-    def of(cls, plan: Plan, prev: ParallelConfig, curr: ParallelConfig, iteration: int, phases: Phases) -> ResizeReport:
+    def of(
+        cls,
+        plan: Plan,
+        prev: ParallelConfig,
+        curr: ParallelConfig,
+        iteration: int,
+        phases: Phases,
+        ahead_s: float,
+    ) -> ResizeReport:
         """The report of a plan that was carried out."""
         return cls(
             prev,
@@ -72,6 +82,7 @@ class ResizeReport:
             plan.moved_bytes,
             plan.least_moved_bytes,
             phases.seconds,
+            ahead_s,
         )
 
     @property

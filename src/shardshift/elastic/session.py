@@ -4,7 +4,8 @@ Every process of the job opens a session. Those that the configuration needs tra
 ``start`` until a change of layout takes them in. A change goes
 
 1. **plan**: the lead (the lowest device that trains) checks the configuration, pairs new ranks with devices and
-   publishes that as a proposal, or the reason why not; every device concerned derives the plan and proves it;
+   publishes that as a proposal, or the reason why not; every device concerned derives the plan and proves it. This
+   happens as soon as the change is announced, while training goes on, if it is announced before it is due;
 2. **agree**: each says that its live tensors and its memory are as the plan needs them, or what is wrong. One that
    is not ready, and all raise its error: nothing has moved;
 3. **move**: the engine runs this device's program; sources are only read;
@@ -16,8 +17,10 @@ Whatever breaks, in training as in a change, ends as one ``PeerLost`` on every s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Generic, Self
 
@@ -33,8 +36,8 @@ from .member import Member
 from .proposal import Proposal
 from .pulse import Pulse, as_peer_lost
 from .report import Phases, ResizeReport
-from .resize import ResizeSource, Script
-from .transition import Derived, Settings, Transition, too_few_devices
+from .resize import Resize, ResizeSource, Script
+from .transition import Derived, Prepared, Settings, Transition, too_few_devices
 
 _FINISHED = "finished"
 
@@ -63,6 +66,7 @@ class Session(Generic[J]):
         self._refused_at: int | None = None
         self._started = False
         self._job: J | None = None
+        self._prepared: Prepared[J] | None = None
         self._phase = "start"
         self._control = Control(member.store, member.device, settings.timeout_s)
         store = member.store.clone()  # type: ignore[attr-defined]  # the stub lacks it
@@ -132,8 +136,8 @@ class Session(Generic[J]):
 
         A change that was refused is not due again at the same iteration: the job trains on.
         """
-        target = self._resizes.due(job.iteration)
-        return target is not None and target != job.config and job.iteration != self._refused_at
+        resize = self._upcoming(job)
+        return resize is not None and resize.iteration == job.iteration
 
     def resize(self, job: J) -> J | None:
         """Change to the layout that is due. Called by every rank that trains, at the same iteration.
@@ -146,18 +150,15 @@ class Session(Generic[J]):
                 job is as it was and can train on.
             PeerLost: if a rank is lost meanwhile.
         """
-        target = self._resizes.due(job.iteration)
-        if target is None:
+        resize = self._upcoming(job)
+        if resize is None or resize.iteration != job.iteration:
             return job
-        phases, transition = Phases(), self._next_transition()
+        phases = Phases()
         try:
             with self._peers():
-                derived: Derived[J] | None = None
                 with self._timed(phases, "plan"):
-                    if self._member.device == self._lead:
-                        derived = transition.propose(job, self._devices, target)
-                    proposal = transition.proposal(self._lead)
-                return self._take_part(job, transition, proposal, derived, phases)
+                    prepared = self._plan(job, resize)
+                return self._take_part(job, prepared, phases)
         except PeerLost:
             raise
         except ShardshiftError:
@@ -167,10 +168,57 @@ class Session(Generic[J]):
 
     @contextmanager
     def commit_step(self, job: J) -> Iterator[None]:
-        """Around the optimizer step: the step counts once it is left without an exception."""
+        """Around the optimizer step: the step counts once it is left without an exception.
+
+        A change of layout that is announced for later is prepared here, once: so the pause need not wait for plans.
+        """
         with self._in_phase("step"):
             yield
         self._adapter.advance(job)
+        resize = self._upcoming(job)
+        if self._prepared is None and resize is not None and resize.iteration > job.iteration:
+            started_s = time.perf_counter()
+            with self._peers(), self._in_phase("prepare"):
+                prepared = self._prepare(job, resize)
+            self._prepared = replace(prepared, ahead_s=time.perf_counter() - started_s)
+
+    def _upcoming(self, job: J) -> Resize | None:
+        """The next change that is announced, unless it changes nothing or was refused."""
+        resize = self._resizes.upcoming(job.iteration)
+        if resize is None or resize.config == job.config or resize.iteration == self._refused_at:
+            return None
+        return resize
+
+    def _prepare(self, job: J, resize: Resize) -> Prepared[J]:
+        """Propose (the lead) and derive a change; a refusal is kept for when the change is due."""
+        transition = self._next_transition()
+        derived: Derived[J] | None = None
+        if self._member.device == self._lead:
+            derived = transition.propose(job, self._devices, resize)
+        try:
+            proposal = transition.proposal(self._lead)
+        except PeerLost:
+            raise
+        except ShardshiftError as refused:
+            return Prepared(resize, transition, None, refused)
+        return Prepared(resize, transition, proposal, derived or transition.derive(proposal))
+
+    def _plan(self, job: J, resize: Resize) -> Prepared[J]:
+        """What was prepared for the change that is due, if it still holds; else a new plan."""
+        leads = self._member.device == self._lead
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            if leads:
+                concerned = prepared.proposal.participants if prepared.proposal else ()
+                prepared.transition.decide(
+                    holds=prepared.resize == resize and self._control.gone().isdisjoint(concerned)
+                )
+            if prepared.transition.holds(self._lead):
+                return prepared
+        prepared = self._prepare(job, resize)
+        if leads:
+            prepared.transition.decide(holds=True)
+        return prepared
 
     def _stand_by(self) -> J | None:
         """Follow the job's changes until one gives this process a role, or training ends."""
@@ -180,13 +228,19 @@ class Session(Generic[J]):
                 with self._peers():
                     self._control.stand_by(True)
                     transition = self._next_transition()
-                    if self._control.await_any([transition.key("proposal"), _FINISHED]) == _FINISHED:
-                        self._control.stand_by(False)
+                    if not self._comes(transition.key("proposal")):
                         return None
                     proposal = transition.proposal(self._lead)
-                    if self._member.device in proposal.participants:
+                    concerned = self._member.device in proposal.participants
+                    derived = transition.derive(proposal) if concerned else None
+                    if not self._comes(transition.key("due")):
+                        return None
+                    if not transition.holds(self._lead):
+                        continue
+                    if derived is not None:
                         self._control.stand_by(False)
-                        return self._take_part(None, transition, proposal, None, Phases())
+                        resize = Resize(proposal.iteration, proposal.curr)
+                        return self._take_part(None, Prepared(resize, transition, proposal, derived), Phases())
                     if transition.outcome():
                         self._follow(proposal)
             except PeerLost:
@@ -194,26 +248,33 @@ class Session(Generic[J]):
             except ShardshiftError:
                 continue  # refused: those who train have raised it, nothing has changed for this process
 
-    def _take_part(
-        self,
-        job: J | None,
-        transition: Transition[J],
-        proposal: Proposal,
-        derived: Derived[J] | Exception | None,
-        phases: Phases,
-    ) -> J | None:
-        """Derive (unless the lead has already), agree, then do it."""
+    def _comes(self, key: str) -> bool:
+        """Wait for a record; False if training ends before it comes, which ends standing by."""
+        if self._control.await_any([key, _FINISHED]) == key:
+            return True
+        self._control.stand_by(False)
+        return False
+
+    def _take_part(self, job: J | None, prepared: Prepared[J], phases: Phases) -> J | None:
+        """Agree, then do it."""
+        transition, proposal, derived = prepared.transition, prepared.proposal, prepared.derived
+        if proposal is None:
+            assert isinstance(derived, Exception)
+            raise derived  # the lead's refusal
         self._concern(proposal.participants)
-        with self._timed(phases, "plan"):
-            derived = derived or transition.derive(job, proposal)
         with self._timed(phases, "agree"):
             companions = transition.agree(job, proposal, derived)
         assert not isinstance(derived, Exception)  # agree has raised it
         try:
-            return self._carry_out(job, transition, proposal, derived, companions, phases)
+            self._carry_out(job, transition, proposal, derived, companions, phases)
         except Exception as error:
             self._fail(error)  # all others are in it too: they must hear of it, whatever the caller makes of the error
             raise
+        self.reports.append(
+            ResizeReport.of(derived.plan, proposal.prev, proposal.curr, proposal.iteration, phases, prepared.ahead_s)
+        )
+        self._phase = "standby" if self._job is None else "train"
+        return self._job
 
     def _carry_out(
         self,
@@ -223,7 +284,7 @@ class Session(Generic[J]):
         derived: Derived[J],
         companions: dict[str, bytes],
         phases: Phases,
-    ) -> J | None:
+    ) -> None:
         """Move, commit, rebuild."""
         assert self._transport is not None
         with self._timed(phases, "move"):
@@ -238,9 +299,6 @@ class Session(Generic[J]):
             rank = derived.plan.curr.rank_of_device.get(self._member.device)
             if rank is not None:
                 self._job = derived.change.rebuild(self._place(rank), tensors, companions)
-        self.reports.append(ResizeReport.of(derived.plan, proposal.prev, proposal.curr, proposal.iteration, phases))
-        self._phase = "standby" if self._job is None else "train"
-        return self._job
 
     @property
     def _lead(self) -> int:

@@ -21,6 +21,7 @@ from ..transport import Transport
 from ..values import Infeasible, Mismatch, ParallelConfig, PlacedLayout, Shard, ShardshiftError, Topology
 from .control import Control, to_record
 from .proposal import Proposal, refusal
+from .resize import Resize
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,25 @@ class Derived(Generic[J]):
     change: Change[J]
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[J]):
+    """A change of layout that is planned but not carried out.
+
+    Attributes:
+        resize: what was announced.
+        transition: the attempt.
+        proposal: the lead's; None if it refused.
+        derived: what this rank derived from it, or what is wrong.
+        ahead_s: seconds that preparing took while training could have gone on; 0 if it was done in the pause.
+    """
+
+    resize: Resize
+    transition: Transition[J]
+    proposal: Proposal | None
+    derived: Derived[J] | Exception
+    ahead_s: float = 0.0
+
+
 class Transition(Generic[J]):
     """One attempt to change the layout; its records lie under keys of their own."""
 
@@ -64,12 +84,18 @@ class Transition(Generic[J]):
         """The store's key of one of this attempt's records."""
         return f"change/{self._attempt}/{topic}"
 
-    def propose(self, job: J, devices: Sequence[int], target: ParallelConfig) -> Derived[J] | None:
+    def propose(self, job: J, devices: Sequence[int], resize: Resize) -> Derived[J] | None:
         """The lead's part: decide on the pairing and publish it, or the reason why it cannot be.
+
+        Args:
+            job: the lead's job, as it is now; it may train on until the change is due.
+            devices: per virtual rank of the job's configuration its device.
+            resize: the change.
 
         Returns:
             What the lead has derived on the way; None if it had to refuse.
         """
+        target = resize.config
         try:
             if target.world_size > self._topology.devices:
                 raise too_few_devices(target, self._topology.devices)
@@ -80,7 +106,7 @@ class Transition(Generic[J]):
             usable = [device for device in range(self._topology.devices) if device not in gone]
             plan = self._plan(change, devices, usable, None)
             proposal = Proposal(
-                job.config, target, tuple(devices), plan.curr.devices, job.iteration, moments, plan.digest
+                job.config, target, tuple(devices), plan.curr.devices, resize.iteration, moments, plan.digest
             )
             wire = proposal.to_wire()
         except Exception as error:  # every rank waits for this record: whatever happened must reach them
@@ -98,15 +124,9 @@ class Transition(Generic[J]):
         """
         return Proposal.from_wire(self._control.fetch(self.key("proposal"), lead, "plan"))
 
-    def derive(self, job: J | None, proposal: Proposal) -> Derived[J] | Exception:
-        """This rank's own plan, checked against the live job; or what is wrong, for ``agree`` to tell."""
+    def derive(self, proposal: Proposal) -> Derived[J] | Exception:
+        """This rank's own plan; or what is wrong, for ``agree`` to tell."""
         try:
-            if job is not None and (job.config, job.iteration) != (proposal.prev, proposal.iteration):
-                raise Mismatch(
-                    f"device {self._control.device} is at iteration {job.iteration} of {job.config}, the proposal at "
-                    f"iteration {proposal.iteration} of {proposal.prev}; what to do: ask resize_due at the same "
-                    "iterations on every rank"
-                )
             change = self._adapter.change(proposal.prev, proposal.curr, moments=proposal.moments)
             plan = self._plan(change, proposal.prev_devices, proposal.curr_devices, proposal.curr_devices)
             if plan.digest != proposal.digest:
@@ -117,6 +137,18 @@ class Transition(Generic[J]):
             return Derived(plan, change)
         except Exception as error:  # goes to every rank as text
             return error
+
+    def decide(self, *, holds: bool) -> None:
+        """The lead's part, when the change is due: say whether what was prepared still holds."""
+        self._control.publish(self.key("due"), to_record(holds=holds))
+
+    def holds(self, lead: int) -> bool:
+        """The lead's decision on what was prepared.
+
+        Raises:
+            PeerLost: if none came.
+        """
+        return bool(json.loads(self._control.fetch(self.key("due"), lead, "plan"))["holds"])
 
     def agree(self, job: J | None, proposal: Proposal, derived: Derived[J] | Exception) -> dict[str, bytes]:
         """Say whether this rank is ready, hear whether all are.
@@ -175,6 +207,7 @@ class Transition(Generic[J]):
                 self._check_memory(derived.plan, len(proposal.participants))
             records: dict[str, bytes] = {}
             if job is not None:
+                self._check_position(job, proposal)
                 derived.change.shards(job)  # for its checks
                 records = self._adapter.companions(job)
             for name, content in records.items():
@@ -182,6 +215,14 @@ class Transition(Generic[J]):
             return to_record(companions=list(records))
         except Exception as error:  # goes to every rank as text
             return refusal(error)
+
+    def _check_position(self, job: J, proposal: Proposal) -> None:
+        if (job.config, job.iteration) != (proposal.prev, proposal.iteration):
+            raise Mismatch(
+                f"device {self._control.device} is at iteration {job.iteration} of {job.config}, the proposal at "
+                f"iteration {proposal.iteration} of {proposal.prev}; what to do: ask resize_due at the same iterations "
+                "on every rank"
+            )
 
     def _companion(self, name: str) -> str:
         return self.key(f"companion/{name}")
