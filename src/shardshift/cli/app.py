@@ -44,9 +44,7 @@ def demo(
     console = Console(stderr=as_json)
     from .demo import run_and_report
 
-    report = run_and_report(
-        console, steps=steps or (_QUICK_STEPS if quick else _DEMO_STEPS), data=data, out=out
-    )
+    report = run_and_report(console, steps=steps or (_QUICK_STEPS if quick else _DEMO_STEPS), data=data, out=out)
     if as_json:
         print(json.dumps(report.to_json()))
     if not report.passed:
@@ -58,6 +56,8 @@ def main() -> None:
     try:
         app()
     except ShardshiftError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {type(error).__name__}: ", end="")
-        Console(stderr=True, soft_wrap=True).print(str(error), markup=False, highlight=False)
+        kind = "" if type(error) is ShardshiftError else f"{type(error).__name__}: "
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console.print("error: ", end="", style="bold red")
+        console.print(f"{kind}{error}", markup=False)
         sys.exit(INFEASIBLE if isinstance(error, Infeasible) else 1)

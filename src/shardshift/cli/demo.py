@@ -32,7 +32,6 @@ def run_and_report(console: Console, *, steps: int, data: Path | None, out: Path
         raise Infeasible(
             f"the demo needs {', '.join(missing)}; what to do: pip install 'shardshift[demo]', or use 'make demo'"
         )
-    from ..demo.run import run_demo
     from ..demo.text import default_source, read_text
 
     source = data or default_source()
@@ -41,6 +40,11 @@ def run_and_report(console: Console, *, steps: int, data: Path | None, out: Path
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Infeasible(f"cannot make the folder {out}: {error.strerror}; what to do: give another --out") from error
+    from ..elastic import start_fork_server
+
+    start_fork_server(["shardshift.demo.worker"])  # it imports megatron while this process does
+    from ..demo.run import run_demo
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bars:
         totals = {"elastic": steps, "again from saved state": steps - steps // 5, "fixed": steps}
@@ -58,9 +62,13 @@ def run_and_report(console: Console, *, steps: int, data: Path | None, out: Path
     (out / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
     helpers_s = max(transition.checkpoint_helpers_s for transition in report.transitions)
     console.print(
-        "pause: plan, agree, move, commit, rebuild. checkpoint: save, build in fresh processes, load; without starting "
-        f"processes, and without {helpers_s:.1f} s for the helper processes that saving needs.",
+        "refer: left in place; copy: within a device; moved: between devices; least: what any pairing has to move.\n"
+        "ckpt: the same change through a checkpoint (save, build in fresh processes, load), without starting processes "
+        f"and without {helpers_s * 1e3:.0f} ms for the helper processes that saving needs; ratio: ckpt / pause.\n"
+        "exact: every logical tensor bit for bit; loss: bit for bit that of fresh processes started from the saved "
+        "state.",
         style="dim",
+        soft_wrap=False,
     )
     console.print(f"wrote {out / 'loss.png'} and {out / 'report.json'}")
     return report

@@ -8,6 +8,11 @@ start-up is told apart from the save.
 
 from __future__ import annotations
 
+from ..adapters.megatron import Job
+
+# The line above puts the CPU stand-ins in place, which must be there before anything of megatron is imported.
+# isort: split
+
 import multiprocessing as mp
 import time
 from multiprocessing.managers import SyncManager
@@ -18,7 +23,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from ..adapters.megatron import Job
 from ..elastic import die_with_parent
 
 _METADATA = {
@@ -54,12 +58,18 @@ def load(job: Job, folder: Path) -> float:
     dist.barrier()
     started_s = time.perf_counter()
     state = dist_checkpointing.load(_sharded_state(job, loading=True), str(folder))
-    job.model[0].module.load_state_dict(state["model"])
+    _module(job).load_state_dict(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])
     dist.barrier()
     return time.perf_counter() - started_s
 
 
 def _sharded_state(job: Job, *, loading: bool) -> dict[str, Any]:
-    model = job.model[0].module.sharded_state_dict()
-    return {"model": model, "optimizer": job.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_METADATA)}
+    model = _module(job).sharded_state_dict()
+    optimizer = job.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_METADATA)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _module(job: Job) -> Any:
+    """The one model chunk of the demo's GPT, without its wrapper."""
+    return job.model[0].module

@@ -6,6 +6,11 @@ chunks of a rank, wrap them, and iterate over a rank's data.
 
 from __future__ import annotations
 
+from ..adapters.megatron import Adapter, Job, RankLayout
+
+# The line above puts the CPU stand-ins in place, which must be there before anything of megatron is imported.
+# isort: split
+
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +26,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ..adapters.megatron import Adapter, Job, RankLayout
 from .oracle import named_logical, slice_by_attributes
 from .text import Corpus
 
@@ -138,7 +142,7 @@ def _stage_layout(split: Sequence[int]) -> list[list[str]]:
     return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
-def wrap(recipe: Recipe, chunks: Sequence[torch.nn.Module]) -> tuple[Sequence[torch.nn.Module], Any, Any]:
+def wrap(recipe: Recipe, chunks: Sequence[Any]) -> tuple[Sequence[torch.nn.Module], Any, Any]:
     """Megatron's data parallelism, optimizer and schedule around model chunks."""
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=False)
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
@@ -186,15 +190,16 @@ def set_initial_weights(job: Job, seed: int) -> None:
 
 def train_step(job: Job) -> float | None:
     """Forward and backward of one step; the mean loss on the last pipeline stage, None elsewhere."""
-    for chunk in job.model:
+    model: list[Any] = job.model
+    for chunk in model:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
     losses = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=job.data,
-        model=job.model,
+        model=model,
         num_microbatches=job.num_microbatches,
-        seq_length=job.model[0].module.max_sequence_length,
+        seq_length=model[0].module.max_sequence_length,
         micro_batch_size=job.position.micro_batch_size,
         forward_only=False,
     )

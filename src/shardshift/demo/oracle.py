@@ -7,6 +7,11 @@ slow and plain on purpose: it decides whether a change of layout was exact.
 
 from __future__ import annotations
 
+from ..adapters.megatron import Job, rng
+
+# The line above puts the CPU stand-ins in place, which must be there before anything of megatron is imported.
+# isort: split
+
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +19,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from ..adapters.megatron import Job, rng
-
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 Logical = dict[tuple[str, str], torch.Tensor]
 """Whole tensors by (kind, logical name)."""
 
 
-def named_logical(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter, str]]:
+def named_logical(model: Sequence[Any]) -> Iterator[tuple[str, Any, str]]:
     """Per parameter of wrapped model chunks: local name, parameter, logical name."""
     for chunk in model:
         module = getattr(chunk, "module", chunk)
@@ -127,7 +130,9 @@ def load_rank(job: Job, records: Sequence[Mapping[str, Any]], logical: Logical) 
     """Set a fresh job's state to the saved one: its slice of every tensor, and all that goes along."""
     steps = {name: step for record in records for name, _, _, step in record["tensors"]}
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    owners = {p: part.optimizer for part in _parts(job.optimizer) for g in part.optimizer.param_groups for p in g["params"]}
+    owners = {
+        p: part.optimizer for part in _parts(job.optimizer) for g in part.optimizer.param_groups for p in g["params"]
+    }
     for _, parameter, name in named_logical(job.model):
         parameter.data.copy_(slice_by_attributes(logical["param", name], parameter, tp_rank))
         if ("exp_avg", name) not in logical:
@@ -140,7 +145,7 @@ def load_rank(job: Job, records: Sequence[Mapping[str, Any]], logical: Logical) 
     rng.restore(streams, job.layout.coordinate)
 
 
-def slice_by_attributes(whole: torch.Tensor, parameter: torch.nn.Parameter, tp_rank: int) -> torch.Tensor:
+def slice_by_attributes(whole: torch.Tensor, parameter: Any, tp_rank: int) -> torch.Tensor:
     """This tensor rank's slice of a whole tensor, as Megatron's attributes of the parameter say."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return whole.clone()

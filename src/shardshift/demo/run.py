@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from ..elastic import LocalJob
+from ..elastic import LocalJob, ResizeReport
 from ..report import DemoReport, Transition
 from . import worker
 from .model import ModelShape, Recipe
@@ -29,14 +29,16 @@ Progress = Callable[[str, int], None]
 """Called as ``progress(what, steps)`` when so many steps of a run are finished."""
 
 
-def run_demo(steps: int, data: Path, *, timeout_s: float = 30.0, progress: Progress = lambda what, done: None) -> DemoReport:
+def run_demo(
+    steps: int, data: Path, *, timeout_s: float = 30.0, progress: Progress = lambda what, done: None
+) -> DemoReport:
     """Run the whole demo.
 
     Args:
         steps: optimizer steps of the elastic run; at least one for each configuration.
         data: text file or folder.
-        timeout_s: the longest that a collective may take.
         progress: told of each finished step.
+        timeout_s: the longest that a collective may take.
 
     Returns:
         What came out.
@@ -65,7 +67,7 @@ class _Elastic:
         self.losses: dict[int, float] = {}
         self.helpers_s = 0.0
         self.save_s: dict[int, float] = {}
-        self.reports: dict[int, list[worker.ResizeReport]] = {}
+        self.reports: dict[int, list[ResizeReport]] = {}
 
 
 def _elastic(task: Task, changes: Changes, folder: Path, progress: Progress) -> _Elastic:
@@ -87,16 +89,14 @@ def _elastic(task: Task, changes: Changes, folder: Path, progress: Progress) -> 
                     found.helpers_s = max(found.helpers_s, seconds)
                 case ("saved", int(iteration), float(seconds)):
                     found.save_s[iteration] = max(found.save_s.get(iteration, 0.0), seconds)
-                case ("changed", worker.ResizeReport() as report):
+                case ("changed", ResizeReport() as report):
                     found.reports.setdefault(report.iteration, []).append(report)
                 case _:
                     raise AssertionError(f"unknown message {message!r}")
     return found
 
 
-def _again(
-    task: Task, elastic: _Elastic, iteration: int, until: int, folder: Path, progress: Progress
-) -> Transition:
+def _again(task: Task, elastic: _Elastic, iteration: int, until: int, folder: Path, progress: Progress) -> Transition:
     """Make a change again, from saved state in fresh processes, and hold the elastic run against it."""
     reports = elastic.reports[iteration]
     curr = reports[0].curr

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ..adapters.megatron import DataPosition, RankLayout
 from ..values import Infeasible
+
+if TYPE_CHECKING:  # not otherwise: a wrong --data shall be told at once, not after megatron was imported
+    from ..adapters.megatron import DataPosition, RankLayout
 
 _MOST_BYTES = 4 << 20
 
@@ -37,12 +40,13 @@ def read_text(path: Path) -> bytes:
         if not file.is_file() or (path.is_dir() and file.suffix not in (".py", ".txt", ".md", ".rst")):
             continue
         try:
-            content += file.read_bytes()
+            with file.open("rb") as stream:
+                content += stream.read(_MOST_BYTES - len(content))
         except OSError as error:
             raise Infeasible(f"cannot read {file}: {error.strerror}; {advice}") from error
     if not content:
         raise Infeasible(f"nothing to read in {path}; {advice}")
-    return bytes(content[:_MOST_BYTES])
+    return bytes(content)
 
 
 class Corpus:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +55,7 @@ def train_elastic(send: Send, task: Task, start: str, changes: Changes, folder: 
     At each change it also writes the state before and after for the oracle, and a Megatron checkpoint, all of it
     outside the measured pause.
     """
-    torch.set_num_threads(1)
+    _quiet()
     send(("helpers", checkpoint.start_helpers()))
     recipe, adapter = task.recipe, task.adapter()
     member = Member.from_launcher(devices_per_node=task.devices_per_node, timeout_s=task.timeout_s)
@@ -82,7 +84,7 @@ def train_from_saved(send: Send, task: Task, config: str, iteration: int, until:
     First the Megatron checkpoint is loaded, for its time; then the oracle's state replaces it, and training goes on
     from that. One of the processes compares the whole state before the change with the one after.
     """
-    torch.set_num_threads(1)
+    _quiet()
     adapter = task.adapter()
     state = state_folder(folder, iteration)
     records = oracle.read_ranks(state / "before")
@@ -99,7 +101,7 @@ def train_from_saved(send: Send, task: Task, config: str, iteration: int, until:
 
 def train_fixed(send: Send, task: Task, config: str) -> None:
     """The same training without any change of layout."""
-    torch.set_num_threads(1)
+    _quiet()
     adapter = task.adapter()
     job, _ = _start(task, adapter, config, 0)
     set_initial_weights(job, task.recipe.seed)
@@ -109,6 +111,13 @@ def train_fixed(send: Send, task: Task, config: str) -> None:
 def state_folder(folder: Path, iteration: int) -> Path:
     """Where the states around the change at an iteration are."""
     return folder / f"change{iteration}"
+
+
+def _quiet() -> None:
+    """One thread a process, of which there are more than cores; no warnings of megatron's and torch's own making."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 def _start(task: Task, adapter: Adapter, config: str, consumed_samples: int) -> tuple[Job, float]:
