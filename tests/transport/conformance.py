@@ -86,9 +86,7 @@ def messages_of_any_size_arrive_whole(end: End) -> None:
     for size_bytes in (1, 2, 7, 4095, 4097, 65_537, 1 << 20, (5 << 20) + 3):
         received = room(size_bytes)
         target, source = (end.device + 1) % DEVICES, (end.device - 1) % DEVICES
-        end.transport.post(
-            [Message(target, pattern(end.device, size_bytes))], [Message(source, received)]
-        ).wait(LONG_S)
+        end.transport.post([Message(target, pattern(end.device, size_bytes))], [Message(source, received)]).wait(LONG_S)
         assert torch.equal(received, pattern(source, size_bytes)), f"{size_bytes} bytes"
 
 

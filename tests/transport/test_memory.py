@@ -6,15 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.transport.conformance import DEVICES, LONG_S, SCENARIOS, End, play
 
 from shardshift.transport import MemoryHub, Message, TransportError
-from tests.transport.conformance import DEVICES, LONG_S, SCENARIOS, End, play
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_keeps_the_contract_that(name: str) -> None:
-    hub, barriers = MemoryHub(DEVICES), defaultdict(lambda: threading.Barrier(DEVICES, timeout=LONG_S))
-    lock = threading.Lock()
+    hub, lock = MemoryHub(DEVICES), threading.Lock()
+    barriers: defaultdict[str, threading.Barrier] = defaultdict(lambda: threading.Barrier(DEVICES, timeout=LONG_S))
 
     def meet(word: str) -> None:
         with lock:

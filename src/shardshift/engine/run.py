@@ -82,7 +82,7 @@ def run_program(
     read = {refer.shard for refer in program.refers}
     read |= {copy.source for step in program.rounds for copy in step.copies}
     read |= {send.source for step in program.rounds for send in step.sends}
-    for shard in sorted(read):
+    for shard in sorted(read, key=str):
         _check(shard, sources.get(shard), "holds")
     targets: dict[Shard, torch.Tensor] = {}
     for shard in program.allocate:

@@ -97,4 +97,5 @@ class _PendingWorks:
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor as a 1-dim uint8 view of the same storage."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # Not reshape: of a tensor of one element it keeps a stride other than 1, at which the view is refused.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Region:
     """A box: ``offsets[d] <= index[d] < offsets[d] + shape[d]`` for each dim ``d``.
 

@@ -1,0 +1,452 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tests.unit.strategies import Move, inside, moves
+
+from shardshift.elastic import Control, LocalJob, Member
+from shardshift.engine import DIRECT_BYTES, RoundEvent, available_bytes, run, run_program
+from shardshift.plan import Plan, make_plan
+from shardshift.schedule import Program, compile_programs
+from shardshift.transport import (
+    MemoryHub,
+    Message,
+    Pending,
+    ProcessGroupTransport,
+    Transport,
+    TransportError,
+    byte_view,
+)
+from shardshift.values import Kind, Layout, Mismatch, PlacedLayout, Region, Shard, Tensor
+
+TIMEOUT_S = 20.0
+DTYPES = ("bool", "int8", "int64", "bfloat16", "float8_e4m3fn", "complex64", "float64", "float32")
+STYLES = ("plain", "transposed", "column", "offset")
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    found = getattr(torch, tensor.dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def whole_value(tensor: Tensor) -> torch.Tensor:
+    """The logical tensor: every element has a value of its own as far as its dtype has room, NaNs among them."""
+    dtype = dtype_of(tensor)
+    numel = Region.whole(tensor.shape).numel
+    first = sum(map(ord, tensor.kind + tensor.name)) * 1009
+    ids = torch.arange(first, first + numel)
+    if dtype is torch.bool:
+        return (ids * 7919 // 13 % 2 == 1).reshape(tensor.shape)
+    if dtype is torch.int64:
+        return ids.reshape(tensor.shape)
+    # Any bits at all: a payload of a NaN, a signalling one, a denormal must arrive as they are.
+    bits = torch.stack([(ids * 2654435761 >> shift) % 256 for shift in (0, 3, 11, 17, 5, 8, 20, 13)], dim=1)
+    return bits.to(torch.uint8)[:, : tensor.itemsize].contiguous().view(dtype).reshape(tensor.shape)
+
+
+def held_as(style: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of the shape, held in one of several ways within a storage full of 0xFF (NaN in most dtypes)."""
+    numel = Region.whole(tuple(shape)).numel
+    count = {"plain": numel, "transposed": numel, "column": 2 * numel, "offset": numel + 5}[style]
+    storage = torch.full((count * dtype.itemsize,), 255, dtype=torch.uint8).view(dtype)
+    if dtype is torch.bool:
+        storage.fill_(True)
+    match style:
+        case "transposed":
+            return storage, storage.view(tuple(reversed(shape))).permute(tuple(reversed(range(len(shape)))))
+        case "column":
+            return storage, storage.view(*shape, 2)[..., 1]
+        case "offset":
+            return storage, storage[3 : 3 + numel].view(tuple(shape))
+        case _:
+            return storage, storage.view(tuple(shape))
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(byte_view(a.contiguous()), byte_view(b.contiguous()))
+
+
+@dataclass
+class Device:
+    """What one device holds before a move, what it was given memory for, and the bytes of both storages."""
+
+    program: Program
+    sources: dict[Shard, torch.Tensor] = field(default_factory=dict)
+    targets: dict[Shard, torch.Tensor] = field(default_factory=dict)
+    source_storages: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    target_storages: dict[Shard, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan, program: Program, style: Callable[[Shard], str]) -> Device:
+        device = cls(program)
+        for shard in plan.prev.shards_on(program.device):
+            storage, tensor = held_as(style(shard), shard.region.shape, dtype_of(shard.tensor))
+            tensor.copy_(whole_value(shard.tensor)[inside(shard.region)])
+            device.sources[shard] = tensor
+            device.source_storages.append((storage, storage.view(torch.uint8).clone()))
+        for shard in program.allocate:
+            storage, tensor = held_as(style(shard), shard.region.shape, dtype_of(shard.tensor))
+            device.targets[shard], device.target_storages[shard] = tensor, storage
+        return device
+
+    def run(self, transport: Transport, on_round: Callable[[RoundEvent], None] = lambda event: None) -> None:
+        strides = {shard: tensor.stride() for shard, tensor in self.targets.items()}
+        found = run_program(
+            self.program,
+            self.sources,
+            transport,
+            allocate=self.targets.__getitem__,
+            timeout_s=TIMEOUT_S,
+            on_round=on_round,
+        )
+        self.check(found, strides)
+
+    def check(self, found: Mapping[Shard, torch.Tensor], strides: Mapping[Shard, tuple[int, ...]]) -> None:
+        referred = {refer.shard for refer in self.program.refers}
+        assert found.keys() == referred | set(self.program.allocate)
+        for shard, tensor in found.items():
+            assert same_bytes(tensor, whole_value(shard.tensor)[inside(shard.region)]), f"{shard} is wrong"
+            if shard in referred:
+                assert tensor is self.sources[shard]
+            else:
+                assert tensor is self.targets[shard]
+                assert tensor.stride() == strides[shard]
+                self.check_surroundings(shard)
+        self.check_sources()
+
+    def check_surroundings(self, shard: Shard) -> None:
+        """Nothing outside the view was written."""
+        _, blank = held_as("plain", shard.region.shape, dtype_of(shard.tensor))
+        self.targets[shard].copy_(blank)
+        untouched = self.target_storages[shard].view(torch.uint8)
+        assert bool(((untouched == 255) | (untouched == 1)).all()), f"{shard}: memory around the target was written"
+        self.targets[shard].copy_(whole_value(shard.tensor)[inside(shard.region)])
+
+    def check_sources(self) -> None:
+        for storage, before in self.source_storages:
+            assert torch.equal(storage.view(torch.uint8), before), "a source was written"
+
+
+def retyped(move: Move, dtypes: Sequence[str]) -> Move:
+    """The same move with other element types."""
+    names = sorted({(t.kind, t.name) for t in move.curr.tensors} | {(t.kind, t.name) for t in move.prev.layout.tensors})
+    dtype_by_name = {name: dtypes[index % len(dtypes)] for index, name in enumerate(names)}
+
+    def layout(before: Layout) -> Layout:
+        def shard(old: Shard) -> Shard:
+            dtype = dtype_by_name[old.tensor.kind, old.tensor.name]
+            tensor = replace(old.tensor, dtype=dtype, itemsize=getattr(torch, dtype).itemsize)
+            return Shard(tensor, old.region)
+
+        return Layout(tuple(tuple(shard(old) for old in role) for role in before.roles), before.role_of_rank)
+
+    return Move(PlacedLayout(layout(move.prev.layout), move.prev.devices), layout(move.curr), move.devices, move.lost)
+
+
+def planned(move: Move) -> Plan:
+    return make_plan(move.prev, move.curr, devices=move.devices)
+
+
+def style_of(shift: int) -> Callable[[Shard], str]:
+    return lambda shard: STYLES[(sum(map(ord, shard.tensor.name)) + sum(shard.region.offsets) + shift) % len(STYLES)]
+
+
+def in_threads(work: Sequence[Callable[[], None]]) -> None:
+    with ThreadPoolExecutor(len(work)) as pool:
+        for done in [pool.submit(one) for one in work]:
+            done.result(timeout=60)
+
+
+def over_memory(devices: Sequence[Device]) -> None:
+    hub = MemoryHub(1 + max(device.program.device for device in devices))
+
+    def body(device: Device) -> None:
+        try:
+            device.run(hub.transport(device.program.device))
+        except BaseException:
+            hub.cut(device.program.device)  # so that the others fail at once, too
+            raise
+
+    in_threads([lambda d=device: body(d) for device in devices])  # type: ignore[misc]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    moves(most_ranks=6),
+    st.lists(st.sampled_from(DTYPES), min_size=1, max_size=8),
+    st.integers(0, 3),
+    st.sampled_from([16, 64, 4096]),
+)
+def test_every_element_arrives_in_any_dtype_from_and_into_tensors_of_any_strides(
+    move: Move, dtypes: list[str], shift: int, staging_bytes: int
+) -> None:
+    plan = planned(retyped(move, dtypes))
+    over_memory(
+        [Device.of(plan, program, style_of(shift)) for program in compile_programs(plan, staging_bytes).values()]
+    )
+
+
+def two_devices(prev: Sequence[Sequence[Shard]], curr: Sequence[Sequence[Shard]], staging_bytes: int) -> list[Device]:
+    """Two ranks on two devices, where the pairing moves the least; tensors held plainly."""
+    before = Layout((tuple(prev[0]), tuple(prev[1])), (0, 1))
+    after = Layout((tuple(curr[0]), tuple(curr[1])), (0, 1))
+    plan = make_plan(PlacedLayout(before, (0, 1)), after, devices=(0, 1), placement=(0, 1))
+    return [Device.of(plan, program, style_of(0)) for program in compile_programs(plan, staging_bytes).values()]
+
+
+def rows(tensor: Tensor, start: int, stop: int) -> Shard:
+    return Shard(tensor, Region((start, 0), (stop - start, tensor.shape[1])))
+
+
+def columns(tensor: Tensor, start: int, stop: int) -> Shard:
+    return Shard(tensor, Region((0, start), (tensor.shape[0], stop - start)))
+
+
+WEIGHT = Tensor(Kind.PARAM, "weight", (8, 6), "float32", 4)
+OTHER = Tensor(Kind.EXP_AVG, "weight", (8, 6), "bfloat16", 2)
+
+
+@pytest.mark.parametrize("direct_bytes", [1, 24, DIRECT_BYTES])
+@pytest.mark.parametrize("staging_bytes", [4, 24, 100, 1 << 20])
+def test_the_result_does_not_depend_on_how_pieces_are_cut_or_packed(
+    direct_bytes: int, staging_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "DIRECT_BYTES", direct_bytes)
+    over_memory(
+        two_devices(
+            [[rows(WEIGHT, 0, 5), columns(OTHER, 0, 2)], [rows(WEIGHT, 5, 8), columns(OTHER, 2, 6)]],
+            [[columns(WEIGHT, 2, 6), rows(OTHER, 4, 8)], [columns(WEIGHT, 0, 2), rows(OTHER, 0, 4)]],
+            staging_bytes,
+        )
+    )
+
+
+def test_two_devices_that_swap_their_shards_do_not_wait_for_each_other() -> None:
+    first, second = rows(WEIGHT, 0, 4), rows(WEIGHT, 4, 8)
+    devices = two_devices([[first], [second]], [[second], [first]], 1 << 20)
+    assert all(device.program.rounds[0].sends and device.program.rounds[0].recvs for device in devices)
+    over_memory(devices)
+
+
+def test_pieces_of_a_rank_to_itself_are_local_copies() -> None:
+    whole = Shard(WEIGHT, Region.whole(WEIGHT.shape))
+    devices = two_devices([[whole], [whole]], [[rows(WEIGHT, 0, 4)], [rows(WEIGHT, 4, 8)]], 1 << 20)
+    assert all(device.program.rounds[0].copies for device in devices)
+    for device in devices:
+        device.run(Unreachable())
+
+
+def test_referred_shards_keep_their_memory_and_targets_share_none() -> None:
+    scalar = Shard(Tensor(Kind.BUFFER, "steps", (), "int64", 8), Region((), ()))
+    keeps = rows(OTHER, 0, 4)
+    devices = two_devices(
+        [[rows(WEIGHT, 0, 4), keeps, scalar], [rows(WEIGHT, 4, 8), rows(OTHER, 4, 8), scalar]],
+        [[columns(WEIGHT, 0, 3), keeps, scalar], [columns(WEIGHT, 3, 6), rows(OTHER, 4, 8), scalar]],
+        1 << 20,
+    )
+    address = devices[0].sources[keeps].data_ptr()
+    over_memory(devices)  # asserts the identity of referred tensors
+    assert devices[0].sources[keeps].data_ptr() == address
+    storages = [t.untyped_storage().data_ptr() for d in devices for t in (*d.sources.values(), *d.targets.values())]
+    assert len(set(storages)) == len(storages)
+
+
+def test_empty_shards_and_a_device_without_work_take_part() -> None:
+    short = Tensor(Kind.PARAM, "bias", (1, 6), "float32", 4)
+    devices = two_devices(
+        [[rows(short, 0, 1), rows(WEIGHT, 0, 8)], [rows(short, 1, 1)]],
+        [[rows(short, 0, 0)], [rows(short, 0, 1), rows(WEIGHT, 0, 8)]],
+        64,
+    )
+    over_memory(devices)
+
+
+def test_a_lazily_conjugated_or_negated_source_is_sent_as_what_it_stands_for() -> None:
+    signal = Tensor(Kind.BUFFER, "signal", (4, 2), "complex64", 8)
+    shard = rows(signal, 0, 4)
+    devices = two_devices([[shard], []], [[], [shard]], 1 << 20)
+    value = torch.complex(torch.arange(8.0).reshape(4, 2), torch.ones(4, 2))
+    devices[0].sources[shard] = value.conj()
+    hub = MemoryHub(2)
+    results: list[dict[Shard, torch.Tensor]] = []
+
+    def body(device: Device) -> None:
+        transport = hub.transport(device.program.device)
+        allocate = device.targets.__getitem__
+        results.append(run_program(device.program, device.sources, transport, allocate=allocate, timeout_s=TIMEOUT_S))
+
+    in_threads([lambda d=device: body(d) for device in devices])  # type: ignore[misc]
+    assert next(torch.equal(result[shard], value.conj()) for result in results if result)
+
+
+def test_parameters_that_require_gradients_are_moved_without_a_graph() -> None:
+    devices = two_devices([[rows(WEIGHT, 0, 8)], []], [[], [rows(WEIGHT, 0, 8)]], 64)
+    for device in devices:
+        for shards in (device.sources, device.targets):
+            for shard in shards:
+                shards[shard] = torch.nn.Parameter(shards[shard])
+    hub = MemoryHub(2)
+
+    def body(device: Device) -> None:
+        found = run_program(
+            device.program,
+            device.sources,
+            hub.transport(device.program.device),
+            allocate=device.targets.__getitem__,
+            timeout_s=TIMEOUT_S,
+        )
+        assert all(tensor.grad_fn is None and same_bytes(tensor.data, whole_value(WEIGHT)) for tensor in found.values())
+
+    in_threads([lambda d=device: body(d) for device in devices])  # type: ignore[misc]
+
+
+def test_events_tell_of_every_round_and_every_byte() -> None:
+    devices = two_devices(
+        [[rows(WEIGHT, 0, 4)], [rows(WEIGHT, 4, 8)]], [[columns(WEIGHT, 0, 3)], [columns(WEIGHT, 3, 6)]], 24
+    )
+    hub, events = MemoryHub(2), [list[RoundEvent](), list[RoundEvent]()]
+    in_threads(
+        [lambda d=d: d.run(hub.transport(d.program.device), events[d.program.device].append) for d in devices]  # type: ignore[misc]
+    )
+    for device, told in zip(devices, events, strict=True):
+        assert [event.index for event in told] == list(range(len(device.program.rounds)))
+        assert all(event.rounds == len(told) and event.elapsed_s >= 0 for event in told)
+        assert sum(event.sent_bytes for event in told) == sum(event.received_bytes for event in told) == 4 * 3 * 4
+        assert sum(event.copied_bytes for event in told) == 4 * 3 * 4
+        assert max(event.sent_bytes for event in told) <= 24
+
+
+class Unreachable:
+    """A transport over which nothing can be sent."""
+
+    device = 0
+
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        if sends or recvs:
+            raise AssertionError("something was posted")
+        return self
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (torch.zeros(4, 5), r"shape \(4, 5\) and dtype float32"),
+        (torch.zeros(4, 6, dtype=torch.float64), "dtype float64"),
+        (torch.zeros(24), r"shape \(24,\)"),
+    ],
+)
+@pytest.mark.parametrize("side", ["sources", "targets"])
+def test_a_tensor_that_is_not_what_its_shard_says_is_refused_before_anything_is_posted(
+    wrong: torch.Tensor, what: str, side: str
+) -> None:
+    first, second = rows(WEIGHT, 0, 4), rows(WEIGHT, 4, 8)
+    device = two_devices([[first], [second]], [[second], [first]], 1 << 20)[0]
+    if side == "sources":
+        shard, tensors = first, device.sources
+    else:
+        shard, tensors = second, device.targets
+    tensors[shard] = wrong
+    with pytest.raises(Mismatch, match=what) as caught:
+        run_program(
+            device.program, device.sources, Unreachable(), allocate=device.targets.__getitem__, timeout_s=TIMEOUT_S
+        )
+    assert "param:weight" in str(caught.value)
+
+
+def test_a_referred_shard_is_checked_like_any_other() -> None:
+    keeps = rows(WEIGHT, 0, 4)
+    device = two_devices([[keeps], [rows(WEIGHT, 4, 8)]], [[keeps], [rows(WEIGHT, 4, 8)]], 64)[0]
+    with pytest.raises(Mismatch, match="no tensor was given"):
+        run_program(device.program, {}, Unreachable(), allocate=device.targets.__getitem__, timeout_s=TIMEOUT_S)
+
+
+def test_a_peer_that_dies_midway_leaves_every_source_as_it_was() -> None:
+    devices = two_devices(
+        [[rows(WEIGHT, 0, 5), columns(OTHER, 0, 2)], [rows(WEIGHT, 5, 8), columns(OTHER, 2, 6)]],
+        [[columns(WEIGHT, 2, 6), rows(OTHER, 4, 8)], [columns(WEIGHT, 0, 2), rows(OTHER, 0, 4)]],
+        16,
+    )
+    assert len(devices[1].program.rounds) > 4
+    hub, raised = MemoryHub(2), threading.Event()
+
+    def die(event: RoundEvent) -> None:
+        if event.index == event.rounds // 2:
+            hub.cut(1)
+            raise InterruptedError
+
+    def survive() -> None:
+        with pytest.raises(TransportError, match="device 1 is gone"):
+            devices[0].run(hub.transport(0))
+        raised.set()
+
+    def fall() -> None:
+        with pytest.raises(InterruptedError):
+            devices[1].run(hub.transport(1), die)
+
+    in_threads([survive, fall])
+    assert raised.is_set()
+    for device in devices:
+        device.check_sources()
+
+
+def test_the_free_memory_is_what_the_machine_says() -> None:
+    assert 1 << 20 < available_bytes() < 1 << 50
+
+
+def move_over_gloo(send: Any, plans: list[tuple[Plan, int]], devices: int) -> None:
+    torch.set_num_threads(1)
+    member = Member.from_launcher(timeout_s=TIMEOUT_S)
+    store = dist.PrefixStore("move", member.store)
+    transport = ProcessGroupTransport.gloo(store, member.device, devices, TIMEOUT_S)
+    for number, (plan, staging_bytes) in enumerate(plans):
+        run.DIRECT_BYTES = (1, 64, 1 << 20)[number % 3]  # type: ignore[misc]  # all ranks alike
+        if member.device in plan.devices:
+            program = compile_programs(plan, staging_bytes)[member.device]
+            Device.of(plan, program, style_of(number)).run(transport)
+    # A transport that closes would end a peer's last round.
+    Control(member.store, member.device, TIMEOUT_S).gather("done", range(devices), b"", "test")
+    transport.close()
+    send(len(plans))
+
+
+@pytest.fixture(scope="module")
+def random_moves() -> list[Move]:
+    """Moves of up to four ranks on up to four devices."""
+    found: list[Move] = []
+
+    @settings(max_examples=40, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(moves(most_ranks=4), st.lists(st.sampled_from(DTYPES), min_size=3, max_size=8))
+    def collect(move: Move, dtypes: list[str]) -> None:
+        if max(*move.prev.devices, *move.devices) < 4:
+            found.append(retyped(move, dtypes))
+
+    collect()
+    return found
+
+
+def test_every_element_arrives_over_processes_too(random_moves: list[Move]) -> None:
+    assert len(random_moves) >= 5
+    big = Tensor(Kind.PARAM, "big", (3, 1 << 20), "float32", 4)
+    halves = Layout(((columns(big, 0, 1 << 19),), (columns(big, 1 << 19, 1 << 20),)), (0, 1))
+    thirds = Layout(tuple((rows(big, i, i + 1),) for i in range(3)), (0, 1, 2))
+    large = Move(PlacedLayout(halves, (2, 0)), thirds, (0, 1, 2, 3))
+    plans = [(planned(move), (16, 64, 1 << 20)[number % 3]) for number, move in enumerate(random_moves)]
+    plans += [(planned(large), 4 << 20), (planned(large), 100_000)]
+    with LocalJob(4, move_over_gloo, (plans, 4), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
+        assert [done for _, done in job.messages()] == [len(plans)] * 4
