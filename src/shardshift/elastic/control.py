@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 import torch.distributed as dist
@@ -44,6 +45,10 @@ def stands_by(store: dist.Store, device: int) -> bool:
 
 def _standby(device: int) -> str:
     return f"standby/{device}"
+
+
+def _left(device: int) -> str:
+    return f"left/{device}"
 
 
 def _failure(wire: bytes) -> PeerLost:
@@ -86,6 +91,20 @@ class Control:
         if not self.store.check([_GONE_KEY]):
             return set()
         return {int(device) for device in self.store.get(_GONE_KEY).decode().split(",") if device}
+
+    def leave(self, devices: int) -> None:
+        """Say that this process needs the store no more.
+
+        Device 0, which hosts the store where the launcher does not, waits until all have said so.
+
+        Args:
+            devices: processes of the job.
+        """
+        self.publish(_left(self.device), b"")
+        if self.device == 0:
+            staying = set(range(devices)) - self.gone()
+            with suppress(PeerLost):  # whoever is lost now is lost after the work was done
+                self._await([_left(device) for device in staying], self.timeout_s)
 
     def fetch(self, key: str, giver: int, phase: str) -> bytes:
         """Wait for a record that the device ``giver`` publishes.

@@ -172,8 +172,21 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def _release_fork_server() -> None:
+    """Let the fork server end with the launcher, though this process goes on.
+
+    It ends when the last copy of a pipe's end is closed, and hands each process that it forks one, for forking further
+    ones. With these open it would outlive a launcher that is killed, and its workers with it.
+    """
+    server: Any = forkserver._forkserver
+    alive_fd, server._forkserver_alive_fd = server._forkserver_alive_fd, None
+    if alive_fd is not None:
+        os.close(alive_fd)
+
+
 def _run_worker(device: int, devices: int, port: int, pipe: Connection, worker: Worker, args: tuple[Any, ...]) -> None:
-    die_with_parent()  # which is the fork server, and ends when the launcher does
+    die_with_parent()  # which is the fork server,
+    _release_fork_server()  # and ends when the launcher does
     os.environ.update(
         RANK=str(device),
         LOCAL_RANK=str(device),

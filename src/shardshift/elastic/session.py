@@ -18,8 +18,8 @@ Whatever breaks, in training as in a change, ends as one ``PeerLost`` on every s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Generic, Self
@@ -31,13 +31,13 @@ from ..adapters.protocol import J
 from ..engine import RoundEvent
 from ..transport import ProcessGroupTransport, Transport
 from ..values import Infeasible, Mismatch, ParallelConfig, PeerLost, ShardshiftError
-from .control import Control, record_loss
+from .control import Control
 from .member import Member
 from .proposal import Proposal
-from .pulse import Pulse, as_peer_lost
 from .report import Phases, ResizeReport
 from .resize import Resize, ResizeSource, Script
 from .transition import Derived, Prepared, Settings, Transition, too_few_devices
+from .watch import Watch
 
 _FINISHED = "finished"
 
@@ -60,31 +60,28 @@ class Session(Generic[J]):
         self._adapter, self._member, self._resizes, self._settings = adapter, member, resizes, settings
         self._config = config
         self._devices: tuple[int, ...] = tuple(range(config.world_size))
-        self._concerned: tuple[int, ...] = tuple(range(member.topology.devices))  # all have to come, to begin with
         self._generation = 0
         self._attempt = 0
         self._refused_at: int | None = None
         self._started = False
         self._job: J | None = None
         self._prepared: Prepared[J] | None = None
-        self._phase = "start"
         self._control = Control(member.store, member.device, settings.timeout_s)
-        store = member.store.clone()  # type: ignore[attr-defined]  # the stub lacks it
-        self._pulse = Pulse(store, member.device, settings.timeout_s, lambda: self._phase)
+        self._watch = Watch(member, self._control, settings.timeout_s)
         self._transport: Transport | None = None
 
     def __enter__(self) -> Self:
         store = dist.PrefixStore("move", self._member.store)
         try:
-            with self._peers():
-                self._pulse.start()
+            with self._watch.peers():
+                self._watch.start()
                 self._transport = ProcessGroupTransport.gloo(
                     store, self._member.device, self._member.topology.devices, self._settings.timeout_s
                 )
         except BaseException:
             self._close(graceful=False)  # Python calls __exit__ only after a successful __enter__
             raise
-        self._concern(self._devices)
+        self._watch.concern(self._devices)
         return self
 
     def __exit__(
@@ -93,14 +90,16 @@ class Session(Generic[J]):
         graceful = False
         try:
             if error is not None:
-                self._fail(error)
+                self._watch.fail(error)
             elif self._job is not None:
-                with self._peers(), self._in_phase("finish"):
+                with self._watch.peers(), self._watch.during("finish"):
                     self._control.gather(_FINISHED, self._devices, b"", "finish")
                     self._control.publish(_FINISHED, b"")
             graceful = error is None
         finally:
             self._close(graceful=graceful)
+        if graceful:
+            self._control.leave(self._member.topology.devices)
 
     def start(self, initial: Callable[[J], None] | None = None) -> J | None:
         """Begin to train, or stand by until a change of layout gives this process a role.
@@ -123,12 +122,12 @@ class Session(Generic[J]):
         first, self._started = not self._started, True
         if not first or self._member.device not in self._devices:
             return self._stand_by()
-        with self._peers(), self._in_phase("start"):
+        with self._watch.peers(), self._watch.during("start"):
             self._adapter.check(self._config)
             self._job = self._adapter.start(self._place(self._devices.index(self._member.device)))
             if initial is not None:
                 initial(self._job)
-        self._phase = "train"
+        self._watch.phase = "train"
         return self._job
 
     def resize_due(self, job: J) -> bool:
@@ -155,7 +154,7 @@ class Session(Generic[J]):
             return job
         phases = Phases()
         try:
-            with self._peers():
+            with self._watch.peers():
                 with self._timed(phases, "plan"):
                     prepared = self._plan(job, resize)
                 return self._take_part(job, prepared, phases)
@@ -172,13 +171,13 @@ class Session(Generic[J]):
 
         A change of layout that is announced for later is prepared here, once: so the pause need not wait for plans.
         """
-        with self._in_phase("step"):
+        with self._watch.during("step"):
             yield
         self._adapter.advance(job)
         resize = self._upcoming(job)
         if self._prepared is None and resize is not None and resize.iteration > job.iteration:
             started_s = time.perf_counter()
-            with self._peers(), self._in_phase("prepare"):
+            with self._watch.peers(), self._watch.during("prepare"):
                 prepared = self._prepare(job, resize)
             self._prepared = replace(prepared, ahead_s=time.perf_counter() - started_s)
 
@@ -225,7 +224,7 @@ class Session(Generic[J]):
         while True:
             self._settle("standby")
             try:
-                with self._peers():
+                with self._watch.peers():
                     self._control.stand_by(True)
                     transition = self._next_transition()
                     if not self._comes(transition.key("proposal")):
@@ -261,19 +260,21 @@ class Session(Generic[J]):
         if proposal is None:
             assert isinstance(derived, Exception)
             raise derived  # the lead's refusal
-        self._concern(proposal.participants)
+        self._watch.concern(proposal.participants)
         with self._timed(phases, "agree"):
             companions = transition.agree(job, proposal, derived)
         assert not isinstance(derived, Exception)  # agree has raised it
         try:
             self._carry_out(job, transition, proposal, derived, companions, phases)
         except Exception as error:
-            self._fail(error)  # all others are in it too: they must hear of it, whatever the caller makes of the error
+            self._watch.fail(
+                error
+            )  # all others are in it too: they must hear of it, whatever the caller makes of the error
             raise
         self.reports.append(
             ResizeReport.of(derived.plan, proposal.prev, proposal.curr, proposal.iteration, phases, prepared.ahead_s)
         )
-        self._phase = "standby" if self._job is None else "train"
+        self._watch.phase = "standby" if self._job is None else "train"
         return self._job
 
     def _carry_out(
@@ -308,17 +309,12 @@ class Session(Generic[J]):
         """Take note of a committed change."""
         self._config, self._devices = proposal.curr, proposal.curr_devices
         self._generation += 1
-        self._concern(self._devices)
+        self._watch.concern(self._devices)
 
     def _settle(self, phase: str) -> None:
         """Between two changes only the devices that train matter."""
-        self._phase = phase
-        self._concern(self._devices)
-
-    def _concern(self, devices: Sequence[int]) -> None:
-        """From now on the loss of one of these devices is this process's loss too."""
-        self._concerned = tuple(devices)
-        self._pulse.watch(devices)
+        self._watch.phase = phase
+        self._watch.concern(self._devices)
 
     def _next_transition(self) -> Transition[J]:
         self._attempt += 1
@@ -330,38 +326,13 @@ class Session(Generic[J]):
 
     @contextmanager
     def _timed(self, phases: Phases, name: str) -> Iterator[None]:
-        with self._in_phase(name), phases.phase(name):
+        with self._watch.during(name), phases.phase(name):
             yield
-
-    @contextmanager
-    def _in_phase(self, name: str) -> Iterator[None]:
-        before, self._phase = self._phase, name
-        yield
-        self._phase = before  # after an exception the phase stays: it is the one that failed
-
-    @contextmanager
-    def _peers(self) -> Iterator[None]:
-        """Turn whatever a lost peer causes inside into ``PeerLost``."""
-        try:
-            yield
-        except Exception as error:
-            if (lost := as_peer_lost(error, self._control, self._concerned, self._phase)) is not None:
-                raise lost from error
-            raise
-
-    def _fail(self, error: BaseException) -> None:
-        """Raise ``PeerLost`` if a peer is behind the error; otherwise make this rank's own failure known."""
-        if isinstance(error, PeerLost):
-            return
-        if (lost := as_peer_lost(error, self._control, self._concerned, self._phase)) is not None:
-            raise lost from error
-        with suppress(dist.DistError):  # without a store nobody can be told, and the first error matters
-            record_loss(self._member.store, self._member.device, self._phase, f"{type(error).__name__}: {error}")
 
     def _close(self, *, graceful: bool) -> None:
         """Give back threads and groups, in whatever state they are."""
         job, self._job = self._job, None
-        self._pulse.stop()
+        self._watch.stop()
         if self._transport is not None:
             self._transport.close()
         if job is None:

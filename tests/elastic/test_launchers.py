@@ -1,0 +1,81 @@
+"""The library side works under any launcher that sets RANK, WORLD_SIZE and MASTER_*."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os
+
+import torch
+import shardshift as ss
+from tests.elastic import toy
+
+torch.set_num_threads(1)
+adapter = toy.ToyAdapter(int(os.environ["RANK"]), lambda message: None)
+with ss.session(adapter, "pp1tp2dp1", resizes=ss.Script({2: "pp2tp1dp1"}), timeout_s=30) as session:
+    job = session.start()
+    while job and job.iteration < 4:
+        if session.resize_due(job):
+            job = session.resize(job) or session.start()
+            continue
+        with session.commit_step(job):
+            job.step()
+    assert job is None or job.exact()
+    print("finished", job.config if job else "standing by", flush=True)
+"""
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1", **more}
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("finished")) == [
+        "finished pp2tp1dp1",
+        "finished pp2tp1dp1",
+        "finished standing by",
+    ]
+
+
+def test_where_rank_0_hosts_the_store_it_leaves_last() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env=environment(RANK=str(rank), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=100) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0, 0], outputs
+    assert all("finished" in stdout for stdout, _ in outputs)
+
+
+def test_without_a_launcher_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardshift.elastic import Member
+
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="RANK"):
+        Member.from_launcher()

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from shardshift.elastic import Member
+from shardshift.values import Infeasible, Topology
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """The variables that torchrun sets, for rank 3 of 4, and the store that its agent hosts."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"RANK": 3, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, str(value))
+    return store
+
+
+def test_a_member_is_who_the_launcher_says(launched: dist.Store) -> None:
+    member = Member.from_launcher(devices_per_node=2, timeout_s=10.0)
+    assert (member.device, member.topology) == (3, Topology(2, 2))
+    member.store.set("key", "value")
+    assert dist.PrefixStore("shardshift", launched).get("key") == b"value"
+
+
+def test_without_a_number_all_devices_are_on_one_node(launched: dist.Store) -> None:
+    assert Member.from_launcher(timeout_s=10.0).topology == Topology(1, 4)
+
+
+def test_nodes_that_are_not_full_are_refused(launched: dist.Store) -> None:
+    with pytest.raises(Infeasible, match="do not fill nodes of 3"):
+        Member.from_launcher(devices_per_node=3, timeout_s=10.0)
+
+
+def test_without_a_launcher_the_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="RANK"):
+        Member.from_launcher()

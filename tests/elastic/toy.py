@@ -1,0 +1,335 @@
+"""A toy framework and its adapter: enough of a job to hold the session to its protocol, and faults to order.
+
+The model is a few tensors, cut by pp (layers), tp (rows or columns) and dp (moments, flat); its world is a gloo
+group. A step all-reduces over that world and adds 1 to every element, so each element is always its own id plus the
+number of steps, whatever layouts the job went through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import psutil
+import torch
+import torch.distributed as dist
+from tests.unit.strategies import Model, Rule, even_split, grid_layout, inside
+
+from shardshift.adapters import Place
+from shardshift.elastic import Control, LocalJob, Member, Script, session
+from shardshift.elastic.session import Session
+from shardshift.elastic.transition import Transition
+from shardshift.values import (
+    Infeasible,
+    Kind,
+    Layout,
+    Mismatch,
+    ParallelConfig,
+    PeerLost,
+    Shard,
+    ShardshiftError,
+    Tensor,
+)
+
+GRACE_S: Final = 5.0
+LAYERS: Final = 4
+
+
+def _rule(name: str, layer: int | str, shape: tuple[int, ...], cut: int | str, kind: Kind = Kind.PARAM) -> Rule:
+    return Rule(Tensor(kind, name, shape, "float64", 8), layer, cut)
+
+
+MODEL: Final = Model(
+    LAYERS,
+    (
+        _rule("embedding", "ends", (10, 3), 0),
+        *(_rule(f"layers.{layer}.in", layer, (9, 6), 0) for layer in range(LAYERS)),
+        *(_rule(f"layers.{layer}.out", layer, (6, 9), 1) for layer in range(LAYERS)),
+        *(_rule(f"layers.{layer}.in", layer, (9, 6), "flat", Kind.EXP_AVG) for layer in range(LAYERS)),
+        _rule("norm", "last", (5,), "replicated"),
+    ),
+)
+
+
+class Unpicklable(Exception):
+    """An exception that no pipe carries."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.hook = lambda: None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("this cannot be pickled")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one device does at a place, once it has finished so many steps (-1: at any time)."""
+
+    device: int
+    where: str
+    how: str
+    iteration: int = -1
+
+
+@dataclass
+class ToyJob:
+    config: ParallelConfig
+    rank: int
+    tensors: dict[Shard, torch.Tensor]
+    iteration: int = 0
+    retired: bool = False
+
+    def step(self) -> None:
+        assert not self.retired
+        count = torch.ones(1)
+        dist.all_reduce(count)
+        assert int(count) == self.config.world_size
+        for tensor in self.tensors.values():
+            tensor += 1
+
+    def exact(self) -> bool:
+        return all(torch.equal(tensor, logical(shard) + self.iteration) for shard, tensor in self.tensors.items())
+
+
+def logical(shard: Shard) -> torch.Tensor:
+    """The shard of the model before the first step."""
+    first = 1000 * next(i for i, rule in enumerate(MODEL.rules) if rule.tensor == shard.tensor)
+    numel = int(torch.Size(shard.tensor.shape).numel())
+    return torch.arange(first, first + numel, dtype=torch.float64).reshape(shard.tensor.shape)[inside(shard.region)]
+
+
+def layout_of(config: ParallelConfig) -> Layout:
+    return grid_layout(MODEL, config, even_split(LAYERS, config.pp))
+
+
+@dataclass
+class ToyAdapter:
+    device: int
+    send: Callable[[Any], None]
+    faults: tuple[Fault, ...] = ()
+    iteration: int = 0
+    retired: int = 0
+    built: int = 0
+    count_at: tuple[int, ...] = ()
+
+    def at(self, where: str) -> None:
+        """Commit this device's fault, if it has one here."""
+        for fault in self.faults:
+            if (fault.device, fault.where) == (self.device, where) and fault.iteration in (-1, self.iteration):
+                self.send(("fault", time.monotonic()))
+                self.commit(fault.how)
+
+    def commit(self, how: str) -> None:
+        match how:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "exit":
+                os._exit(3)
+            case "raise":
+                raise ValueError("ordered by the test")
+            case "unpicklable":
+                raise Unpicklable("ordered by the test")
+            case "infeasible":
+                raise Infeasible("ordered by the test")
+            case _:
+                raise AssertionError(how)
+
+    def check(self, config: ParallelConfig) -> None:
+        if config.tp == 7:
+            raise Infeasible("nothing here is divisible by 7; what to do: choose another tp")
+
+    def start(self, place: Place) -> ToyJob:
+        self.at("start")
+        self._enter(place)
+        role = layout_of(place.config).shards(place.rank)
+        return ToyJob(place.config, place.rank, {shard: logical(shard).clone() for shard in role})
+
+    def _enter(self, place: Place) -> None:
+        self.built += 1
+        timeout = timedelta(seconds=place.timeout_s)
+        dist.init_process_group(
+            "gloo", store=place.store, rank=place.rank, world_size=place.config.world_size, timeout=timeout
+        )
+
+    def change(self, prev: ParallelConfig, curr: ParallelConfig, *, moments: bool) -> ToyChange:
+        self.at("plan")
+        if any((fault.device, fault.where) == (self.device, "digest") for fault in self.faults):
+            return ToyChange(self, layout_of(prev), layout_of(ParallelConfig(dp=curr.world_size)))
+        return ToyChange(self, layout_of(prev), layout_of(curr))
+
+    def has_moments(self, job: ToyJob) -> bool:
+        return True
+
+    def companions(self, job: ToyJob) -> dict[str, bytes]:
+        self.at("agree")
+        return {"iteration": str(job.iteration).encode()} if job.rank == 0 else {}
+
+    def advance(self, job: ToyJob) -> None:
+        job.iteration += 1
+        self.iteration = job.iteration
+
+    def retire(self, job: ToyJob) -> None:
+        self.at("retire")
+        assert not job.retired, "a job is retired once"
+        job.retired = True
+        self.retired += 1
+        dist.destroy_process_group()
+
+
+@dataclass
+class ToyChange:
+    adapter: ToyAdapter
+    prev: Layout
+    curr: Layout
+
+    def shards(self, job: ToyJob) -> dict[Shard, torch.Tensor]:
+        if any((fault.device, fault.where) == (self.adapter.device, "shards") for fault in self.adapter.faults):
+            raise Mismatch(f"rank {job.rank} holds something else; ordered by the test")
+        return job.tensors
+
+    def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
+        self.adapter.at("allocate")
+        return torch.full(shard.region.shape, float("nan"), dtype=torch.float64)
+
+    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], companions: Mapping[str, bytes]) -> ToyJob:
+        self.adapter.at("rebuild")
+        self.adapter._enter(place)
+        job = ToyJob(place.config, place.rank, dict(tensors), int(companions["iteration"]))
+        assert set(job.tensors) == set(layout_of(place.config).shards(place.rank))
+        self.adapter.iteration = job.iteration
+        return job
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One toy training."""
+
+    start: str
+    changes: dict[int, str]
+    steps: int = 4
+    faults: tuple[Fault, ...] = ()
+    timeout_s: float = 20.0
+    policy: str = "keep"
+    standby_dies: tuple[int, str] | None = None
+    count_at: tuple[int, ...] = ()
+
+
+def let_standby_die(device: int, how: str, adapter: ToyAdapter) -> None:
+    """Device ``device`` dies as soon as it stands by; the others hear of it before the tenth step."""
+    await_any = Control.await_any
+
+    def dies(self: Control, keys: Any) -> str:
+        if self.device == device:
+            adapter.commit(how)
+        return await_any(self, keys)
+
+    Control.await_any = dies  # type: ignore[method-assign]
+
+
+def train(send: Callable[[Any], None], recipe: Recipe) -> None:
+    """The user's loop; tells ("refused", ...), ("done", ...), ("lost", ...), ("end", ...)."""
+    torch.set_num_threads(1)
+    member = Member.from_launcher(timeout_s=recipe.timeout_s)
+    adapter = ToyAdapter(member.device, send, recipe.faults, count_at=recipe.count_at)
+    if recipe.standby_dies is not None:
+        let_standby_die(*recipe.standby_dies, adapter)
+    commit = Transition.commit
+
+    def faulty_commit(self: Any, proposal: Any) -> None:
+        adapter.at("commit")
+        commit(self, proposal)
+
+    Transition.commit = faulty_commit  # type: ignore[method-assign]
+    try:
+        with open_session(adapter, member, recipe) as elastic:
+            job = elastic.start()
+            while job and job.iteration < recipe.steps:
+                if recipe.standby_dies and recipe.standby_dies[1] != "stop" and job.iteration == 10:
+                    member.store.wait(["gone"], timedelta(seconds=recipe.timeout_s))
+                job = one_turn(send, adapter, elastic, job) or elastic.start()
+            if job:
+                send(("done", job.iteration, str(job.config), job.exact()))
+    except PeerLost as lost:
+        send(("lost", lost.ranks, lost.phase, str(lost), time.monotonic()))
+        raise
+    send(("end", adapter.built, adapter.retired, len(elastic.reports)))
+
+
+def open_session(adapter: ToyAdapter, member: Member, recipe: Recipe) -> Session[ToyJob]:
+    return session(
+        adapter,
+        recipe.start,
+        resizes=Script(recipe.changes),
+        member=member,
+        policy=recipe.policy,
+        timeout_s=recipe.timeout_s,
+        staging_bytes=200,
+        on_round=lambda event: adapter.at("move") if event.index == event.rounds // 2 else None,
+    )
+
+
+def one_turn(send: Callable[[Any], None], adapter: ToyAdapter, elastic: Session[ToyJob], job: ToyJob) -> ToyJob | None:
+    """A change of layout, if one is due, or a step."""
+    if elastic.resize_due(job):
+        try:
+            return elastic.resize(job)
+        except PeerLost:
+            raise
+        except ShardshiftError as error:
+            send(("refused", type(error).__name__, str(error), job.exact()))
+            return job
+    adapter.at("train")
+    if job.iteration in adapter.count_at:
+        gc.collect()
+        dist.barrier()  # whatever the last change closes is closed
+        send(("open", job.iteration, psutil.Process().num_fds(), psutil.Process().num_threads()))
+    job.step()
+    with elastic.commit_step(job):
+        adapter.at("step")
+    return job
+
+
+@dataclass
+class Outcome:
+    """What came of a toy training: messages by device, and what the launcher raised."""
+
+    messages: dict[int, list[tuple[Any, ...]]]
+    error: ShardshiftError | None
+
+    def told(self, kind: str) -> dict[int, list[tuple[Any, ...]]]:
+        """Per device its messages of one kind, if it had any."""
+        found = {
+            device: [message[1:] for message in messages if message[0] == kind]
+            for device, messages in self.messages.items()
+        }
+        return {device: messages for device, messages in sorted(found.items()) if messages}
+
+
+def play(devices: int, recipe: Recipe, *, until_lost: int | None = None) -> Outcome:
+    """Run a toy training to its end, or until so many ranks have told of a loss."""
+    outcome = Outcome({device: [] for device in range(devices)}, None)
+    with running(devices, recipe) as job:
+        try:
+            for device, message in job.messages():
+                outcome.messages[device].append(message)
+                if until_lost is not None and len(outcome.told("lost")) == until_lost:
+                    break
+        except ShardshiftError as error:
+            outcome.error = error
+    return outcome
+
+
+@contextlib.contextmanager
+def running(devices: int, recipe: Recipe) -> Iterator[LocalJob]:
+    with LocalJob(devices, train, (recipe,), timeout_s=recipe.timeout_s, preload=["shardshift.elastic"]) as job:
+        yield job
