@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from shardshift import Member, ParallelConfig, ResizeReport, Script, Session, Topology, session
+from shardshift import Member, ParallelConfig, ResizeReport, Script, Session, session
 from shardshift.adapters import Place
 from shardshift.adapters.megatron import Adapter, Job
 from shardshift.demo import oracle
@@ -30,7 +31,6 @@ from shardshift.demo.text import Corpus
 from shardshift.elastic import LocalJob
 
 TIMEOUT_S = 30.0
-DEVICES = 8
 
 Send = Callable[[Any], None]
 Records = list[dict[str, Any]]
@@ -60,6 +60,11 @@ class Scenario:
     prepare: Callable[[Job], None] = nothing
     before: Callable[[Job], None] = nothing
 
+    @property
+    def devices(self) -> int:
+        """As many processes as the largest configuration needs."""
+        return max(ParallelConfig.parse(config).world_size for config in (self.start, *self.changes.values()))
+
     def make(self) -> Adapter:
         """The adapter, on random text in the model's vocabulary."""
         shape = self.recipe.shape
@@ -78,15 +83,16 @@ class Outcome:
     """What a scenario gave.
 
     Attributes:
+        devices: processes in all.
         losses: of the elastic run, by iteration.
         unmigrated: losses of the run without changes.
         fresh: per change the losses of the fresh start, up to the next change.
         reports: per change the reports of all who took part.
         before: per change what each rank held before: the oracle's record and ``snapshot``'s, by device.
         after: the same after it.
-        samples: (iteration, dp, numbers of the samples read) of the elastic run, from tensor rank 0 of stage 0.
     """
 
+    devices: int
     losses: dict[int, float] = field(default_factory=dict)
     unmigrated: dict[int, float] = field(default_factory=dict)
     fresh: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -101,10 +107,10 @@ def run_processes(devices: int, worker: Callable[..., None], *args: Any) -> list
         return list(job.messages())
 
 
-def run(scenario: Scenario, folder: Path, *, devices: int = DEVICES, unmigrated: bool = False) -> Outcome:
+def run(scenario: Scenario, folder: Path, *, unmigrated: bool = False) -> Outcome:
     """Run a scenario whole."""
-    found = Outcome()
-    for device, message in run_processes(devices, run_scenario, scenario, folder, unmigrated):
+    found = Outcome(scenario.devices)
+    for device, message in run_processes(scenario.devices, run_scenario, scenario, folder, unmigrated):
         match message:
             case ("loss", "elastic", int(iteration), float(loss)):
                 found.losses[iteration] = loss
@@ -127,7 +133,7 @@ def run_scenario(send: Send, scenario: Scenario, folder: Path, unmigrated: bool)
     torch.set_num_threads(1)
     train_elastic(send, scenario, folder)
     bounds = [*sorted(scenario.changes), scenario.recipe.steps]
-    for change, until in zip(bounds, bounds[1:], strict=False):
+    for change, until in pairwise(bounds):
         train_fresh(send, scenario, folder, change, until)
     if unmigrated:
         adapter = scenario.make()
@@ -249,7 +255,8 @@ def check_change(outcome: Outcome, change: int) -> None:
     assert oracle.same_state(*logical)
     assert not any(torch.isnan(tensor).any() for tensor in logical[1].values())
     check_companions(before, after)
-    check_bytes(before, after, outcome.reports[change])
+    check_bytes(before, after, outcome.devices, outcome.reports[change])
+    assert len({report.digest for report in outcome.reports[change]}) == 1
     check_storage(before, after)
     expected = outcome.fresh[change]
     assert expected
@@ -268,9 +275,11 @@ def check_companions(before: Mapping[int, Any], after: Mapping[int, Any]) -> Non
         assert all(record[key] == first[key] for record in others)
 
 
-def check_bytes(before: Mapping[int, Any], after: Mapping[int, Any], reports: Sequence[ResizeReport]) -> None:
+def check_bytes(
+    before: Mapping[int, Any], after: Mapping[int, Any], devices: int, reports: Sequence[ResizeReport]
+) -> None:
     """Every report says what a count of single elements says, and that is the least of all pairings."""
-    cost = lacking(before, after)
+    cost = lacking(before, after, devices)
     least = int(cost[linear_sum_assignment(cost)].sum())
     for report in reports:
         placed = sum(int(cost[rank, device]) for rank, device in enumerate(report.devices))
@@ -282,7 +291,11 @@ def check_storage(before: Mapping[int, Any], after: Mapping[int, Any]) -> None:
     _, old, new = masks(before, after)
     for device in before.keys() & after.keys():
         shapes = [
-            {(kind, name): tensor.shape for name, _, found, _ in record[device]["tensors"] for kind, tensor in found.items()}
+            {
+                (kind, name): tensor.shape
+                for name, _, found, _ in record[device]["tensors"]
+                for kind, tensor in found.items()
+            }
             for record in (before, after)
         ]
         for key, mask in new[device].items():
@@ -290,7 +303,7 @@ def check_storage(before: Mapping[int, Any], after: Mapping[int, Any]) -> None:
                 assert after[device]["pointers"][key] == before[device]["pointers"][key], f"{key} was copied"
 
 
-def lacking(before: Mapping[int, Any], after: Mapping[int, Any]) -> NDArray[np.int64]:
+def lacking(before: Mapping[int, Any], after: Mapping[int, Any], devices: int) -> NDArray[np.int64]:
     """Bytes that device j lacks of what new rank i holds, shape (ranks, devices), counted element by element."""
     itemsize, old, new = masks(before, after)
     by_rank = {after[device]["rank"]: held for device, held in new.items()}
@@ -302,7 +315,7 @@ def lacking(before: Mapping[int, Any], after: Mapping[int, Any]) -> NDArray[np.i
                     * itemsize[key]
                     for key, mask in by_rank[rank].items()
                 )
-                for device in range(DEVICES)
+                for device in range(devices)
             ]
             for rank in range(len(by_rank))
         ],

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import megatron.core.tensor_parallel.random as megatron_random
 import numpy as np
 import torch
 
-from ...values import Infeasible, Kind, Layout, Mismatch, ParallelConfig, Shard, Tensor
+from ...values import Infeasible, Mismatch, ParallelConfig
 from ..protocol import Place
 from . import optimizer as optim
 from . import rng, world
-from .build import BuildModel, MetaModels, materialise, refuse_unknown
-from .companions import Companions, JobRecord, RankRecord
-from .job import DataPosition, Job, Parts, RankLayout
-from .slots import Slot, named_parameters, padded_vocabulary
+from .build import BuildModel, MetaModels, refuse_unknown, release
+from .change import Grid, MegatronChange
+from .companions import JobRecord, RankRecord
+from .job import DataPosition, Job, Parts, RankLayout, unwrapped
+from .slots import named_parameters, padded_vocabulary
 
 Wrapped = tuple[Sequence[torch.nn.Module], Any, Any]
 Wrap = Callable[[Sequence[torch.nn.Module], RankLayout], Wrapped]
 MakeData = Callable[[RankLayout, DataPosition], Iterator[Any]]
+
+_USES: Final = ("forward", "zero_grad_buffer", "finish_grad_sync", "step", "zero_grad", "state_dict", "load_state_dict")
+"""What of a consumed job's model, optimizer and scheduler raises."""
 
 
 class Adapter:
@@ -77,8 +81,8 @@ class Adapter:
                 )
         if model.ffn_hidden_size % config.tp:
             raise Infeasible(
-                f"{config}: the ffn size {model.ffn_hidden_size} is not divisible by tp {config.tp}; what to do: "
-                "choose a tp that divides it"
+                f"{config}: mlp.linear_fc1 has parts of the ffn size {model.ffn_hidden_size}, which is not divisible "
+                f"by tp {config.tp}; what to do: choose a tp that divides it"
             )
         self._meta.stages(config)
 
@@ -98,23 +102,33 @@ class Adapter:
         megatron_random.model_parallel_cuda_manual_seed(seed)
         chunks = list(self._build_model(layout))
         refuse_unknown(chunks)
-        return self._job(chunks, layout, iteration=0, consumed_samples=consumed_samples, generation=0)
+        return self._assemble(chunks, layout, JobRecord(0, consumed_samples, 0, None))
 
     def change(self, prev: ParallelConfig, curr: ParallelConfig, *, moments: bool) -> MegatronChange:
         """Both layouts of a change."""
         rows = self._vocab_rows(prev, curr)
-        return MegatronChange(self, self._meta.slots(prev, rows), self._meta.slots(curr, rows), prev, curr, moments)
+        return MegatronChange(
+            Grid(prev, self._meta.slots(prev, rows)),
+            Grid(curr, self._meta.slots(curr, rows)),
+            moments=moments,
+            build_model=self._build_model,
+            assemble=self._assemble,
+        )
 
     def has_moments(self, job: Job) -> bool:
         """Whether the optimizer has made its moments."""
-        return bool(optim.moments(job.optimizer))
+        if any(True for _ in optim.trained(job.optimizer)):
+            return bool(optim.moments(job.optimizer))
+        return job.iteration > 0  # all that this rank has is frozen, so it cannot see
 
     def companions(self, job: Job) -> dict[str, bytes]:
         """This rank's records; none from a DP replica that is not the first."""
         at = job.layout.coordinate
         if at.dp:
             return {}
-        names = {parameter: name for name, _, parameter in named_parameters(unwrapped(job.model))}
+        names: dict[torch.Tensor, str] = {
+            parameter: name for name, _, parameter in named_parameters(unwrapped(job.model))
+        }
         states = optim.moments(job.optimizer)
         groups = list(optim.groups(job.optimizer))
         record = RankRecord(
@@ -139,34 +153,24 @@ class Adapter:
     def retire(self, job: Job) -> None:
         """Leave the job's world; its model and optimizer raise on use from now on and hold no state."""
         parts = job.consume()
-
-        def consumed(*args: Any, **kwargs: Any) -> Any:
-            raise Mismatch("this object belongs to a job that a change of layout has consumed")
-
+        optimizers = [part for part in optim.parts(parts.optimizer) if part is not None]
         for chunk in parts.model:
-            chunk.forward = consumed  # type: ignore[method-assign]
-            for parameter in chunk.parameters():
-                parameter.data = parameter.data.new_empty(0)
-                parameter.grad = None
-                parameter.__dict__.clear()  # main_grad: a view of the gradient buffer
-        parts.optimizer.step = consumed
-        for base in optim.base_optimizers(parts.optimizer):
-            base.state.clear()
+            release(chunk, optimizers)
+        for old in optimizers:
+            if isinstance(old, torch.optim.Optimizer):
+                old.state.clear()
+        for old in (*parts.model, *unwrapped(parts.model), *optimizers, parts.scheduler):
+            for name in _USES:
+                if hasattr(old, name):
+                    setattr(old, name, _consumed)
         world.leave()
 
-    def _job(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        layout: RankLayout,
-        *,
-        iteration: int,
-        consumed_samples: int,
-        generation: int,
-    ) -> Job:
+    def _assemble(self, chunks: Sequence[torch.nn.Module], layout: RankLayout, record: JobRecord) -> Job:
         model, optimizer, scheduler = self._wrap(chunks, layout)
-        position = self._position(layout.config, consumed_samples)
+        position = self._position(layout.config, record.consumed_samples)
         data = None if self._data is None else self._data(layout, position)
-        return Job(Parts(list(model), optimizer, scheduler, data), layout, iteration, position, generation)
+        parts = Parts(list(model), optimizer, scheduler, data)
+        return Job(parts, layout, record.iteration, position, record.generation)
 
     def _position(self, config: ParallelConfig, consumed_samples: int) -> DataPosition:
         microbatches = self._global_batch_size // (self._micro_batch_size * config.dp)
@@ -195,124 +199,8 @@ class Adapter:
         return rows
 
 
-class MegatronChange:
-    """One change of configuration of a Megatron job; made by ``Adapter.change``."""
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        prev_slots: Mapping[tuple[int, int], Sequence[Slot]],
-        curr_slots: Mapping[tuple[int, int], Sequence[Slot]],
-        prev: ParallelConfig,
-        curr: ParallelConfig,
-        moments: bool,
-    ) -> None:
-        self._adapter = adapter
-        self._prev_slots, self._curr_slots = prev_slots, curr_slots
-        self._prev_config, self._curr_config = prev, curr
-        self._kinds = (Kind.PARAM, *optim.MOMENTS) if moments else (Kind.PARAM,)
-        self.prev: Layout = self._layout(prev, prev_slots)
-        self.curr: Layout = self._layout(curr, curr_slots)
-
-    def shards(self, job: Job) -> dict[Shard, torch.Tensor]:
-        """This rank's live tensors by shard."""
-        at = job.layout.coordinate
-        parameters = {local_name: parameter for _, local_name, parameter in named_parameters(unwrapped(job.model))}
-        states = optim.moments(job.optimizer)
-        expected = {slot.local_name: slot for slot in self._prev_slots[at.pp, at.tp]}
-        if parameters.keys() != expected.keys():
-            differing = sorted(name for _, name in parameters.keys() ^ expected.keys())
-            raise Mismatch(
-                f"rank {job.layout.rank} ({at}): the live model and the one that build_model gives on the meta device "
-                f"differ in {differing}; nothing was moved. What to do: let build_model build what was trained"
-            )
-        found: dict[Shard, torch.Tensor] = {}
-        for local_name, slot in expected.items():
-            parameter = parameters[local_name]
-            if tuple(parameter.shape) != slot.local_shape:
-                raise Mismatch(
-                    f"{slot.name} on rank {job.layout.rank} ({at}): shape {tuple(parameter.shape)} live, "
-                    f"{slot.local_shape} as build_model gives it; nothing was moved"
-                )
-            for kind in self._kinds_of(slot):
-                local = parameter.detach() if kind is Kind.PARAM else states.get(parameter, {}).get(kind)
-                if local is None:
-                    raise Mismatch(f"{slot.name} on rank {job.layout.rank} ({at}): other ranks have {kind}, this has not")
-                found[_shard(kind, slot)] = slot.view(local)
-        return found
-
-    def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
-        """Memory for a shard of a new rank, zero, padding around it included."""
-        slot = self._slots_of(rank)[shard.tensor.name]
-        return slot.view(slot.empty())
-
-    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], companions: Mapping[str, bytes]) -> Job:
-        """Enter the new generation's world and build the job there around the tensors."""
-        carried = Companions.read(companions)
-        world.enter(place)
-        layout = RankLayout(place.config, place.rank)
-        with world.undisturbed_rng():
-            megatron_random.model_parallel_cuda_manual_seed(0)  # building may want the streams to exist
-            with world.on_meta():
-                chunks = list(self._adapter._build_model(layout))
-        refuse_unknown(chunks)
-        by_name = self._slots_of(place.rank)
-        local = {
-            (kind, slot.local_name): slot.local(tensors[_shard(kind, slot)])
-            for slot in by_name.values()
-            for kind in self._kinds_of(slot)
-        }
-        materialise(chunks, {name: tensor for (kind, name), tensor in local.items() if kind is Kind.PARAM})
-        named = list(named_parameters(chunks))
-        job = self._adapter._job(
-            chunks,
-            layout,
-            iteration=carried.job.iteration,
-            consumed_samples=carried.job.consumed_samples,
-            generation=carried.job.generation + 1,
-        )
-        states: dict[torch.Tensor, dict[str, Any]] = {}
-        for name, local_name, parameter in named:
-            moments = {kind.value: local[kind, local_name] for kind in optim.MOMENTS if (kind, local_name) in local}
-            if moments:
-                step = carried.step(name)
-                states[parameter] = moments if step is None else {"step": step, **moments}
-        optim.restore(job.optimizer, states)
-        if job.scheduler is not None and carried.job.scheduler is not None:
-            job.scheduler.load_state_dict(carried.job.scheduler)
-        names = {parameter: name for name, _, parameter in named}
-        for group in optim.groups(job.optimizer):
-            group.update(carried.group_settings(names[parameter] for parameter in group["params"]) or {})
-        rng.restore(carried.streams, layout.coordinate)
-        return job
-
-    def _slots_of(self, rank: int) -> dict[str, Slot]:
-        at = self._curr_config.coordinate(rank)
-        return {slot.name: slot for slot in self._curr_slots[at.pp, at.tp]}
-
-    def _kinds_of(self, slot: Slot) -> Sequence[Kind]:
-        return self._kinds if slot.trainable else (Kind.PARAM,)
-
-    def _layout(self, config: ParallelConfig, by_coordinate: Mapping[tuple[int, int], Sequence[Slot]]) -> Layout:
-        index = {at: number for number, at in enumerate(by_coordinate)}
-        roles = tuple(
-            tuple(_shard(kind, slot) for kind in self._kinds for slot in slots if kind in self._kinds_of(slot))
-            for slots in by_coordinate.values()
-        )
-        ranks = (config.coordinate(rank) for rank in range(config.world_size))
-        return Layout(roles, tuple(index[at.pp, at.tp] for at in ranks))
-
-
-def unwrapped(model: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The model chunks inside their wrappers (DistributedDataParallel, Float16Module)."""
-    chunks = []
-    for chunk in model:
-        while hasattr(chunk, "module"):
-            chunk = chunk.module
-        chunks.append(chunk)
-    return chunks
-
-
-def _shard(kind: Kind, slot: Slot) -> Shard:
-    dtype = str(slot.dtype).removeprefix("torch.")
-    return Shard(Tensor(kind, slot.name, slot.global_shape, dtype, slot.dtype.itemsize), slot.region)
+def _consumed(*args: Any, **kwargs: Any) -> Any:
+    raise Mismatch(
+        "this object belongs to a job that a change of layout has consumed; what to do: use those of the job that "
+        "session.resize returned"
+    )

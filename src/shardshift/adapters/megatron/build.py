@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...values import Infeasible, ParallelConfig, ShardshiftError, Unaccounted
@@ -79,12 +82,16 @@ def refuse_unknown(chunks: Sequence[torch.nn.Module]) -> None:
     """Refuse a model with state that no rule covers, by name.
 
     Raises:
-        Unaccounted: for persistent buffers, for expert parameters, and for tensors that are neither parameters
+        Unaccounted: for persistent buffers, extra state, expert parameters, and for tensors that are neither parameters
             nor rebuilt with data (they are still on the meta device).
     """
     unknown = []
     for name, module in _modules(chunks):
-        lasting = {key: value for key, value in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        lasting = {
+            key: value for key, value in module._buffers.items() if key not in module._non_persistent_buffers_set
+        }
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state and module.get_extra_state() is not None:
+            unknown.append(f"{name} (extra state of {type(module).__name__})")
         loose = {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
         passing = {key: value for key, value in module._buffers.items() if key not in lasting}
         unknown += [f"{name}.{key} (buffer)" for key, value in lasting.items() if value is not None]
@@ -125,6 +132,33 @@ def materialise(chunks: Sequence[torch.nn.Module], values: Mapping[tuple[int, st
                     made.__dict__.update(meta.__dict__)
                     real[id(meta)] = made
                 module._parameters[key] = real[id(meta)]
+
+
+def release(chunk: torch.nn.Module, optimizers: Sequence[Any]) -> None:
+    """Let go of what a wrapped chunk and its optimizers hold, once they are done with: tensors and process groups.
+
+    Models are full of cycles, so without this their groups would live on, each with its threads and sockets, until
+    Python happens to collect its oldest generation.
+    """
+    for parameter in chunk.parameters():
+        parameter.data = parameter.data.new_empty(0)
+        parameter.grad = None
+        parameter.__dict__.clear()  # main_grad: a view of the gradient buffer
+    own = vars(chunk)  # where DDP has its buffers; a bare module has a method of that name
+    buffers = [buffer for key in ("buffers", "expert_parallel_buffers") for buffer in own.get(key, ())]
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    bucket_groups = [group for key in ("bucket_groups", "expert_parallel_bucket_groups") for group in own.get(key, ())]
+    for part in (*buffers, *buckets):
+        part.grad_data = None
+    for holder in (*chunk.modules(), *buffers, *buckets, *bucket_groups, *optimizers):
+        for key, value in list(vars(holder).items()):
+            if isinstance(value, dist.ProcessGroup | ProcessGroupCollection):
+                delattr(holder, key)
+    # Methods under lru_cache hold their modules, and these their groups (rotary_pos_embedding.py, forward).
+    for kind in {type(module) for module in chunk.modules()}:
+        for value in vars(kind).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
 
 
 def _modules(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:

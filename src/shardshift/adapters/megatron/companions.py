@@ -12,13 +12,15 @@ pipeline stages.
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ...values import Mismatch
+from ...values import Mismatch, Unaccounted
 from .rng import Streams
 
 _JOB = "job"
@@ -68,6 +70,10 @@ class JobRecord:
         """Key and content."""
         return _JOB, _dump({name: getattr(self, name) for name in self.__slots__})
 
+    def next_generation(self) -> JobRecord:
+        """The same one change of layout later."""
+        return replace(self, generation=self.generation + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Companions:
@@ -103,7 +109,7 @@ class Companions:
         for other in steps[1:]:
             if float(other) != float(steps[0]):
                 raise Mismatch(f"{name}: one copy is at optimizer step {float(steps[0])}, another at {float(other)}")
-        return steps[0] if steps else None
+        return deepcopy(steps[0]) if steps else None
 
     def group_settings(self, names: Iterable[str]) -> dict[str, Any] | None:
         """The settings of the group that held these parameters; None if no rank had any of them.
@@ -126,13 +132,22 @@ class Companions:
                         f"the new optimizer puts {first} and {name} into one param group, but their settings "
                         f"differ in {differing}; what to do: let wrap make the same groups whatever the layout"
                     )
-        return found
+        return deepcopy(found)  # a tensor-valued lr is not shared between groups
 
 
 def _dump(record: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(record, buffer)
-    return buffer.getvalue()
+    content = buffer.getvalue()
+    try:
+        _load(content)
+    except pickle.UnpicklingError as error:
+        raise Unaccounted(
+            "the optimizer's groups or the scheduler's state hold a value that is neither plain nor a tensor; nothing "
+            f"was moved. What to do: keep numbers, texts and tensors there. torch says: {error}",
+            ["param_groups", "scheduler"],
+        ) from error
+    return content
 
 
 def _load(content: bytes) -> dict[str, Any]:

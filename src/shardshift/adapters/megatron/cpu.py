@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,9 @@ def install() -> bool:
     _device_constructors()
     # Megatron insists on it when tensor parallelism is on (transformer_config.py); no effect without CUDA.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # What megatron-core and torch say at import and use of what no machine without CUDA has.
+    for text in ("Transformer Engine and Apex are not installed", "Apex is not installed"):
+        warnings.filterwarnings("ignore", message=text)
     patched: Any = torch
     patched.Tensor.type = _type_as_cuda(torch.Tensor.type)
     patched.Tensor.cuda = lambda self, *args, **kwargs: self  # language_module.py:244

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,3 +130,14 @@ class Job:
                 "do: use the job that session.resize returned"
             )
         return self._parts
+
+
+def unwrapped(model: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The model chunks inside their wrappers (DistributedDataParallel, Float16Module)."""
+    chunks: list[torch.nn.Module] = []
+    for chunk in model:
+        inside: Any = chunk
+        while hasattr(inside, "module"):
+            inside = inside.module
+        chunks.append(inside)
+    return chunks

@@ -17,6 +17,17 @@ from ...values import Kind, Unaccounted
 
 MOMENTS: Final = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 _STEP: Final = "step"
+_KNOWN: Final = ("Adam", "AdamW", "FusedAdam", "SGD", "FusedSGD")
+"""Names of torch's and Apex's or Transformer Engine's classes; SGD without momentum has no state."""
+_PRECEDENCE: Final = {"override_opt_param_scheduler": False, "use_checkpoint_opt_param_scheduler": True}
+
+
+def parts(optimizer: MegatronOptimizer | None) -> Iterator[Any]:
+    """A Megatron optimizer, those that it chains, and torch's inside, whatever they are."""
+    for part in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
+        yield part
+        if part is not None and not isinstance(part, ChainedOptimizer) and part.optimizer is not None:
+            yield part.optimizer
 
 
 def base_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
@@ -29,11 +40,26 @@ def base_optimizers(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimi
         if type(part) is not FP32Optimizer:
             raise Unaccounted(
                 f"optimizer {type(part).__name__} holds state that shardshift cannot move yet; supported: "
-                "FP32Optimizer with Adam. What to do: use fp32 parameters without the distributed optimizer",
+                "FP32Optimizer with Adam; nothing was moved. What to do: use fp32 parameters without the distributed "
+                "optimizer",
                 [type(part).__name__],
             )
-        if part.optimizer is not None:  # a stage without parameters of this group has a stub
-            yield part.optimizer
+        base = part.optimizer
+        if base is None:
+            continue  # a stage without parameters of this group has a stub
+        if type(base).__name__ not in _KNOWN:
+            raise Unaccounted(
+                f"optimizer {type(base).__name__} inside {type(part).__name__} holds state that shardshift cannot move "
+                f"yet; nothing was moved. What to do: use one of {', '.join(_KNOWN)}",
+                [type(base).__name__],
+            )
+        yield base
+
+
+def trained(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """Every parameter that the optimizer steps."""
+    for group in groups(optimizer):
+        yield from group["params"]
 
 
 def groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
@@ -60,7 +86,7 @@ def moments(optimizer: MegatronOptimizer) -> dict[torch.Tensor, dict[str, Any]]:
             if unknown := sorted(map(str, set(state) - known)):
                 raise Unaccounted(
                     f"{type(base).__name__} keeps state {unknown}, which no rule covers; nothing was moved. "
-                    "What to do: use Adam or AdamW without amsgrad",
+                    "What to do: use Adam or AdamW without amsgrad, or SGD without momentum",
                     unknown,
                 )
             if state:
@@ -76,3 +102,18 @@ def restore(optimizer: MegatronOptimizer, states: dict[torch.Tensor, dict[str, A
                 base.state.pop(parameter, None)
                 if parameter in states:
                     base.state[parameter] = states[parameter]
+
+
+def restore_scheduler(scheduler: Any, state: dict[str, Any]) -> None:
+    """Set a new scheduler to the state of the old one, which wins wherever they differ.
+
+    ``OptimizerParamScheduler`` compares the two unless told otherwise, and counts on from the steps it has.
+    """
+    before = {name: getattr(scheduler, name) for name in _PRECEDENCE if hasattr(scheduler, name)}
+    for name in before:
+        setattr(scheduler, name, _PRECEDENCE[name])
+    if hasattr(scheduler, "num_steps"):
+        scheduler.num_steps = 0
+    scheduler.load_state_dict(state)
+    for name, value in before.items():
+        setattr(scheduler, name, value)

@@ -1,9 +1,9 @@
 """Random streams, carried by logical coordinate.
 
 Megatron draws from two kinds of streams (``tensor_parallel/random.py``): those that the tensor parallel ranks of
-a stage share (Python, NumPy, torch's default and the tracker's ``data-parallel-rng``: dropout on activations
-that every tensor rank holds must agree), and those that each tensor rank has for itself (``model-parallel-rng``
-and every other stream of the tracker). DP replicas share both.
+a stage share (Python, NumPy, torch's defaults on CPU and GPU, the tracker's ``data-parallel-rng``: dropout on
+activations that every tensor rank holds must agree), and those that each tensor rank has for itself
+(``model-parallel-rng`` and every other stream of the tracker). DP replicas share both.
 
 1. A shared stream belongs to the coordinate (pp), the others to (pp, tp).
 2. A coordinate that existed before goes on with its own stream, on whatever device it now is.
@@ -26,20 +26,22 @@ import torch
 from ...values import Coordinate
 
 Streams = dict[str, Any]
-"""Per stream its state: torch's default, Python's, NumPy's and the tracker's, all as plain values or tensors."""
+"""Per stream its state: torch's defaults, Python's, NumPy's and the tracker's, all as plain values or tensors."""
 
 _TRACKER = "tracker:"
-_SHARED = ("python", "numpy", "torch", f"{_TRACKER}data-parallel-rng")
+_SHARED = ("python", "numpy", "torch", "cuda", f"{_TRACKER}data-parallel-rng")
 
 
 def capture() -> Streams:
     """The state of every stream of this process."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, gauss = _numpy_state(np.random.get_state(legacy=True))
     streams: Streams = {
         "python": random.getstate(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state().clone(),
     }
+    if torch.cuda.is_available():
+        streams["cuda"] = torch.cuda.get_rng_state()
     tracker = megatron_random.get_cuda_rng_tracker().get_states()
     return streams | {f"{_TRACKER}{stream}": state.clone() for stream, state in tracker.items()}
 
@@ -54,7 +56,9 @@ def restore(by_coordinate: Mapping[tuple[int, int], Streams], coordinate: Coordi
     tracker: dict[str, torch.Tensor] = {}
     for stream, origin in by_coordinate[0, 0].items():
         key = (coordinate.pp, 0 if stream in _SHARED else coordinate.tp)
-        state = by_coordinate[key][stream] if key in by_coordinate else _derived(stream, origin, key)
+        state = by_coordinate.get(key, {}).get(stream)
+        if state is None:
+            state = _derived(stream, origin, key)
         if stream == "python":
             random.setstate(state)
         elif stream == "numpy":
@@ -62,6 +66,8 @@ def restore(by_coordinate: Mapping[tuple[int, int], Streams], coordinate: Coordi
             np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
         elif stream == "torch":
             torch.set_rng_state(state)
+        elif stream == "cuda":
+            torch.cuda.set_rng_state(state)
         else:
             tracker[stream.removeprefix(_TRACKER)] = state
     megatron_random.get_cuda_rng_tracker().set_states(tracker)
@@ -75,10 +81,14 @@ def _derived(stream: str, origin: Any, key: tuple[int, int]) -> Any:
     if stream == "python":
         return random.Random(seed).getstate()
     if stream == "numpy":
-        name, keys, *rest = np.random.RandomState(seed % 2**32).get_state(legacy=True)
+        name, keys, *rest = _numpy_state(np.random.RandomState(seed % 2**32).get_state(legacy=True))
         return (name, torch.from_numpy(keys.astype(np.int64)), *rest)
-    on_gpu = stream.startswith(_TRACKER) and torch.cuda.is_available()  # the tracker's streams are the GPU's
+    on_gpu = stream.startswith((_TRACKER, "cuda")) and torch.cuda.is_available()
     return torch.Generator("cuda" if on_gpu else "cpu").manual_seed(seed).get_state()
+
+
+def _numpy_state(state: Any) -> tuple[Any, ...]:
+    return tuple(state)  # typed as either a dict or a tuple
 
 
 def _plain(state: Any) -> Any:

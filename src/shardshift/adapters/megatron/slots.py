@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,16 +88,18 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A logical parameter as the model with TP 1 and PP 1 declares it: its shape, padding included, and dtype."""
+    """A logical parameter as the model with TP 1 and PP 1 declares it; the shape includes padding."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    trainable: bool
 
 
 def logical_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, Whole]:
     """Every logical parameter, from the model built whole (TP 1, PP 1)."""
     return {
-        name: Whole(tuple(parameter.shape), parameter.dtype) for name, _, parameter in named_parameters(chunks)
+        name: Whole(tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for name, _, parameter in named_parameters(chunks)
     }
 
 
@@ -170,12 +173,17 @@ def _slot(
             f"parameter {name} is in the model of this rank, but not in the same model built with TP 1 and PP 1; "
             "what to do: let build_model build the same model whatever the layout"
         )
-    if whole.dtype != parameter.dtype:
-        raise Mismatch(f"parameter {name}: dtype {parameter.dtype} here, {whole.dtype} with TP 1 and PP 1")
-    if not getattr(parameter, "tensor_model_parallel", False):
+    here, there = (parameter.dtype, parameter.requires_grad), (whole.dtype, whole.trainable)
+    if here != there:
+        raise Mismatch(
+            f"parameter {name}: dtype and requires_grad are {here} in the model of this rank, {there} in the same "
+            "model built with TP 1 and PP 1; what to do: let build_model treat every copy alike, whatever the layout"
+        )
+    marks: Any = parameter  # with Megatron's attributes
+    if not getattr(marks, "tensor_model_parallel", False):
         dim, stride, ways, index = 0, 1, 1, 0
     else:
-        dim, stride, ways, index = parameter.partition_dim, parameter.partition_stride, tp_size, tp_rank
+        dim, stride, ways, index = marks.partition_dim, marks.partition_stride, tp_size, tp_rank
     segmented, total = _segment(local, dim, stride), list(_segment(whole.shape, dim, stride))
     cut = dim + (stride > 1)
     if name in _VOCABULARY and vocab_rows is not None:
@@ -194,9 +202,7 @@ def _slot(
         offsets[cut] = min(index * segmented[cut], total[cut])
         shape[cut] = min(segmented[cut], total[cut] - offsets[cut])
     region = Region(tuple(offsets), tuple(shape))
-    return Slot(
-        name, local_name, local, segmented, tuple(total), region, parameter.dtype, parameter.requires_grad
-    )
+    return Slot(name, local_name, local, segmented, tuple(total), region, parameter.dtype, parameter.requires_grad)
 
 
 def _segment(shape: tuple[int, ...], dim: int, stride: int) -> tuple[int, ...]:

@@ -12,8 +12,11 @@ real ones come back on leaving. A model built inside, on the meta device, is wha
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -28,8 +31,17 @@ from ...values import ParallelConfig
 from ..protocol import Place
 
 
+def _state() -> dict[str, Any]:
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name[1:2].isupper()}
+
+
+_REGISTRIES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "pg_coalesce_state")
+_NO_WORLD = {name: copy.copy(value) for name, value in _state().items()}
+
+
 def enter(place: Place) -> None:
     """Make the real world of a generation: the default group, and Megatron's groups inside it."""
+    excepthook = sys.excepthook
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
         backend,
@@ -38,6 +50,7 @@ def enter(place: Place) -> None:
         world_size=place.config.world_size,
         timeout=timedelta(seconds=place.timeout_s),
     )
+    sys.excepthook = excepthook  # torch wraps it once more for each default group, and never unwraps
     parallel_state.initialize_model_parallel(
         place.config.tp,
         place.config.pp,
@@ -49,8 +62,17 @@ def enter(place: Place) -> None:
 def leave() -> None:
     """Give back the real world, if there is one."""
     parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    for name, value in _NO_WORLD.items():  # destroy_model_parallel forgets some that hold groups
+        setattr(parallel_state, name, copy.copy(value))
+    if not dist.is_initialized():
+        return
+    groups = list(c10d._world.pg_map)
+    dist.destroy_process_group()
+    # The last reference to a gloo group joins its threads, which look up from their sockets every 10 ms: all at once,
+    # not one group after the other.
+    with ThreadPoolExecutor(len(groups)) as pool:
+        for _ in range(len(groups)):
+            pool.submit(groups.__delitem__, -1)
 
 
 @contextlib.contextmanager
@@ -62,48 +84,32 @@ def virtual_rank(config: ParallelConfig, rank: int) -> Iterator[None]:
     # Known only to torch's own tests: the fake group is in the library, its store there.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    real_world, group_count = c10d.GroupMember.WORLD, c10d._world.group_count
-    real_groups = set(c10d._world.pg_map)
-    real_state = {name: value for name, value in vars(parallel_state).items() if _is_state(name)}
-    c10d.GroupMember.WORLD = None
+    real_world, group_count, init_method = c10d.GroupMember.WORLD, c10d._world.group_count, c10d._default_pg_init_method
+    registries: list[dict[Any, Any]] = [getattr(c10d._world, name) for name in _REGISTRIES]
+    real_groups = [dict(registry) for registry in registries]
+    real_tags = {tag: list(groups) for tag, groups in c10d._world.tags_to_pg.items()}
+    real_state, excepthook = _state(), sys.excepthook
+    c10d._update_default_pg(None)
     try:
         with undisturbed_rng():
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
-            for name in real_state:
-                setattr(parallel_state, name, None)
+            for name, value in _NO_WORLD.items():
+                setattr(parallel_state, name, copy.copy(value))
             parallel_state.initialize_model_parallel(config.tp, config.pp, create_gloo_process_groups=False)
             megatron_random.model_parallel_cuda_manual_seed(0)  # building may want the streams to exist
             yield
     finally:
-        # With the real world back in place, torch takes the imagined default group for one group among others.
-        imagined = [group for group in c10d._world.pg_map if group not in real_groups]
-        c10d.GroupMember.WORLD = real_world
-        for group in imagined:
-            _forget(group)
-        c10d._world.group_count = group_count
+        c10d._update_default_pg(real_world)
+        # Not dist.destroy_process_group: with no real world it destroys all groups there are.
+        for group in c10d._world.pg_map.keys() - real_groups[0].keys():
+            c10d._unregister_process_group(group.group_name)
+        for registry, real in zip((*registries, c10d._world.tags_to_pg), (*real_groups, real_tags), strict=True):
+            registry.clear()
+            registry.update(real)
+        c10d._world.group_count, c10d._default_pg_init_method = group_count, init_method
+        sys.excepthook = excepthook
         for name, value in real_state.items():
             setattr(parallel_state, name, value)
-
-
-def _is_state(name: str) -> bool:
-    return name.startswith("_") and name[1:2].isupper()
-
-
-def _forget(group: dist.ProcessGroup) -> None:
-    """Take one group out of torch's registries.
-
-    ``dist.destroy_process_group(group)`` does it too, except that with no real world it destroys them all.
-    """
-    world = c10d._world
-    tag = world.pg_to_tag.get(group)
-    for registry in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config, world.pg_to_tag):
-        registry.pop(group, None)
-    world.pg_coalesce_state.pop(group, None)
-    if tag is not None:
-        for label in (tag, f"user:{tag}"):
-            if group in world.tags_to_pg.get(label, []):
-                world.tags_to_pg[label].remove(group)
-    c10d._unregister_process_group(group.group_name)
 
 
 @contextlib.contextmanager
@@ -130,11 +136,15 @@ def on_meta() -> Iterator[None]:
 def undisturbed_rng() -> Iterator[None]:
     """Every generator that a training job draws from is as before on leaving."""
     tracker = megatron_random.get_cuda_rng_tracker()
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state(), tracker.get_states()
+    tracked = {name: copy.copy(value) for name, value in vars(tracker).items()}
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     try:
         yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-        tracker.set_states(states[3])
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
+        vars(tracker).update(tracked)

@@ -1,0 +1,186 @@
+"""The virtual world leaves no trace; the real one is given back whole, change after change."""
+
+import gc
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from tests.megatron.harness import Scenario, Send, initialise, open_session, run_processes, small, start_alone
+from torch.distributed import distributed_c10d as c10d
+
+from shardshift import Mismatch, ParallelConfig
+from shardshift.adapters.megatron import Job, RankLayout, world
+from shardshift.demo.model import build_model, optimizer_step, set_initial_weights, train_step
+
+SCENARIO = Scenario(small(12), "pp2tp1dp1", {})
+REGISTRIES = (
+    "pg_map",
+    "pg_names",
+    "pg_group_ranks",
+    "pg_backend_config",
+    "pg_to_tag",
+    "tags_to_pg",
+    "pg_coalesce_state",
+)
+
+
+def everything() -> dict[str, Any]:
+    """Whatever an imagined world could leave behind."""
+    numpy_state: Any = np.random.get_state()
+    found: dict[str, Any] = {name: dict(getattr(c10d._world, name)) for name in REGISTRIES}
+    found["tags_to_pg"] = {tag: list(groups) for tag, groups in c10d._world.tags_to_pg.items() if groups}
+    found |= {
+        f"mpu {name}": value for name, value in vars(parallel_state).items() if name[:1] == "_" and name[1:2].isupper()
+    }
+    tracker = get_cuda_rng_tracker()
+    return found | {
+        "world": c10d.GroupMember.WORLD,
+        "group_count": c10d._world.group_count,
+        "init_method": c10d._default_pg_init_method,
+        "excepthook": sys.excepthook,
+        "all_reduce": dist.all_reduce,
+        "python": random.getstate(),
+        "numpy": [str(part) if isinstance(part, str) else np.asarray(part).tolist() for part in numpy_state],
+        "torch": torch.get_rng_state().tolist(),
+        "tracker": {name: state.tolist() for name, state in tracker.states_.items()},
+        "seeds": set(tracker.seeds_),
+        "initialized": tracker.is_initialized(),
+    }
+
+
+class BrokenBuilder(Exception):
+    pass
+
+
+def build_and_break(config: ParallelConfig) -> None:
+    with world.virtual_rank(config, 5), world.on_meta():
+        build_model(SCENARIO.recipe.shape, RankLayout(config, 5))
+        raise BrokenBuilder
+
+
+def imagine(send: Send, real: bool) -> None:
+    """Imagine every rank of a world, and one that breaks while it builds."""
+    job = start_alone(SCENARIO.make(), SCENARIO.start, "real") if real else None
+    config = ParallelConfig.parse("pp4tp2dp3")
+    with world.virtual_rank(config, 0):
+        pass  # registers torch's fake backend, once and for all
+    before = everything()
+    for rank in (0, 7, 23):
+        with world.virtual_rank(config, rank), world.on_meta():
+            send((dist.get_rank(), dist.get_world_size(), parallel_state.get_pipeline_model_parallel_rank()))
+            build_model(SCENARIO.recipe.shape, RankLayout(config, rank))
+            torch.rand(3), random.random(), np.random.rand()
+    send(everything() == before)
+    with pytest.raises(BrokenBuilder):
+        build_and_break(config)
+    send(everything() == before)
+    if job is not None:
+        set_initial_weights(job, 1)
+        train_step(job)  # the real groups still work
+        dist.barrier()
+        world.leave()
+        send(
+            not c10d._world.pg_map and not any(isinstance(v, dist.ProcessGroup) for v in vars(parallel_state).values())
+        )
+
+
+@pytest.mark.parametrize("real", [True, False], ids=["beside a real world", "without one"])
+def test_an_imagined_world_leaves_no_trace(real: bool) -> None:
+    sent = [message for device, message in run_processes(2, imagine, real) if device == 0]
+    assert sent == [(0, 24, 0), (7, 24, 1), (23, 24, 3), True, True] + [True] * real
+
+
+def train_through_ten_changes(send: Send) -> None:
+    torch.set_num_threads(1)
+    configs = ["pp1tp2dp1", "pp2tp1dp1"]
+    scenario = Scenario(small(11, layers=2), "pp2tp1dp1", {i: configs[(i - 1) % 2] for i in range(1, 11)})
+    with open_session(scenario) as elastic:
+        job = elastic.start(lambda job: initialise(scenario, job))
+        while job and job.iteration < scenario.recipe.steps:
+            train_step(job)
+            with elastic.commit_step(job):
+                optimizer_step(job)
+            if elastic.resize_due(job):
+                job = elastic.resize(job)
+                counts = {  # before the collector runs: nothing may depend on it
+                    "files": len(os.listdir("/proc/self/fd")),
+                    "threads": len(os.listdir("/proc/self/task")),
+                    "registered groups": len(c10d._world.pg_map),
+                    "excepthooks": hook_depth(),
+                }
+                gc.collect()
+                modules = sum(isinstance(thing, torch.nn.Module) for thing in gc.get_objects())
+                send(counts | {"modules": modules})
+
+
+def hook_depth() -> int:
+    depth, hook = 0, sys.excepthook
+    while getattr(hook, "__closure__", None):
+        depth += 1
+        inner = [cell.cell_contents for cell in hook.__closure__ or () if callable(cell.cell_contents)]
+        if not inner:
+            break
+        hook = inner[0]
+    return depth
+
+
+def test_ten_changes_leave_no_file_thread_group_or_model_behind() -> None:
+    sent = run_processes(2, train_through_ten_changes)
+    for device in range(2):
+        counts = [message for sender, message in sent if sender == device]
+        assert len(counts) == 10
+        for what in counts[0]:
+            series = [count[what] for count in counts]
+            # Layouts alternate, and whether a peer has closed its end yet is chance: so the most of each half.
+            assert max(series[6:]) <= max(series[2:6]), f"{what}: {series}"
+
+
+def uses_of(job: Job) -> list[Callable[[], Any]]:
+    chunk: Any = job.model[0]
+    optimizer, scheduler = job.optimizer, job.scheduler
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    return [
+        lambda: job.model,
+        lambda: job.optimizer,
+        lambda: job.data,
+        lambda: chunk(tokens, tokens, None, labels=tokens),
+        lambda: chunk.module(tokens, tokens, None, labels=tokens),
+        lambda: chunk.zero_grad_buffer(),
+        lambda: chunk.state_dict(),
+        lambda: optimizer.step(),
+        lambda: optimizer.state_dict(),
+        lambda: optimizer.chained_optimizers[0].step(),
+        lambda: optimizer.chained_optimizers[0].optimizer.step(),
+        lambda: scheduler.step(8),
+    ]
+
+
+def use_what_is_gone(send: Send) -> None:
+    torch.set_num_threads(1)
+    scenario = Scenario(small(3, layers=2), "pp1tp1dp1", {1: "pp1tp2dp1"})
+    with open_session(scenario) as elastic:
+        job = elastic.start(lambda job: initialise(scenario, job))
+        while job and job.iteration < scenario.recipe.steps:
+            if elastic.resize_due(job):
+                uses = uses_of(job)
+                job = elastic.resize(job)
+                for use in uses:
+                    with pytest.raises(Mismatch, match="change of layout"):
+                        use()
+                send(len(uses))
+                continue
+            train_step(job)
+            with elastic.commit_step(job):
+                optimizer_step(job)
+
+
+def test_objects_of_a_consumed_job_raise_on_use() -> None:
+    assert [message for _, message in run_processes(2, use_what_is_gone)] == [12]
