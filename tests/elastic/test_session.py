@@ -47,10 +47,11 @@ def test_a_refused_change_is_refused_on_all_and_the_job_trains_on(layout: str) -
         ("shards", "", "Mismatch", "rank 1 holds something else"),
         ("digest", "", "Mismatch", "device 1 derives plan"),
         ("agree", "infeasible", "Infeasible", "ordered by the test"),
+        ("accept", "infeasible", "Infeasible", "ordered by the test"),
     ],
 )
 @pytest.mark.timeout(60)
-def test_what_one_rank_finds_wrong_is_raised_alike_on_all_before_anything_moves(
+def test_what_one_rank_finds_wrong_is_raised_alike_on_all_and_leaves_the_job_as_it_was(
     where: str, how: str, kind: str, text: str
 ) -> None:
     outcome = play(3, Recipe("pp2", {1: "tp3"}, steps=3, faults=(Fault(1, where, how),)))

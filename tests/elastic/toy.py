@@ -201,6 +201,9 @@ class ToyChange:
         self.adapter.at("allocate")
         return torch.full(shard.region.shape, float("nan"), dtype=torch.float64)
 
+    def accept(self, rank: int, companions: Mapping[str, bytes]) -> None:
+        self.adapter.at("accept")
+
     def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], companions: Mapping[str, bytes]) -> ToyJob:
         self.adapter.at("rebuild")
         self.adapter._enter(place)
@@ -245,11 +248,11 @@ def train(send: Callable[[Any], None], recipe: Recipe) -> None:
         let_standby_die(*recipe.standby_dies, adapter)
     commit = Transition.commit
 
-    def faulty_commit(self: Any, proposal: Any) -> None:
+    def faulty_commit(self: Any, *args: Any) -> None:
         adapter.at("commit")
-        commit(self, proposal)
+        commit(self, *args)
 
-    Transition.commit = faulty_commit  # type: ignore[method-assign]
+    Transition.commit = faulty_commit  # type: ignore[assignment, method-assign]
     try:
         with open_session(adapter, member, recipe) as elastic:
             job = elastic.start()

@@ -76,6 +76,13 @@ class Change(Protocol[J]):
     def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
         """Memory for a shard of a rank of ``curr``, zero, padding around it included; a view of the region's shape."""
 
+    def accept(self, rank: int, companions: Mapping[str, bytes]) -> None:
+        """Hold the job's companions against what a rank of ``curr`` will need of them; the last look before the commit.
+
+        Raises:
+            Mismatch: if they contradict one another, or something is missing.
+        """
+
     def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], companions: Mapping[str, bytes]) -> J:
         """Enter the world of the new generation and build the job there around tensors that are in place."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # not otherwise: a wrong --data shall be told at once, not af
     from ..adapters.megatron import DataPosition, RankLayout
 
 _MOST_BYTES = 4 << 20
+_ENDINGS = (".py", ".txt", ".md", ".rst")
 
 
 def default_source() -> Path:
@@ -24,7 +26,7 @@ def default_source() -> Path:
 
 
 def read_text(path: Path) -> bytes:
-    """The bytes of a file, or of the text files of a folder, in order of their names; at most 4 MiB.
+    """The bytes of a file, or of the text files below a folder (.py, .txt, .md, .rst) in a fixed order; at most 4 MiB.
 
     Raises:
         Infeasible: if there is nothing there, nothing in it, or it cannot be read.
@@ -32,21 +34,27 @@ def read_text(path: Path) -> bytes:
     advice = "what to do: give --data a readable text file, or a folder with some"
     if not path.exists():
         raise Infeasible(f"no such file or folder: {path}; {advice}")
-    files = sorted(path.glob("**/*")) if path.is_dir() else [path]
     content = bytearray()
-    for file in files:
-        if len(content) >= _MOST_BYTES:
-            break
-        if not file.is_file() or (path.is_dir() and file.suffix not in (".py", ".txt", ".md", ".rst")):
-            continue
+    for file in _text_files(path) if path.is_dir() else [path]:
         try:
             with file.open("rb") as stream:
                 content += stream.read(_MOST_BYTES - len(content))
         except OSError as error:
             raise Infeasible(f"cannot read {file}: {error.strerror}; {advice}") from error
+        if len(content) >= _MOST_BYTES:
+            break
     if not content:
         raise Infeasible(f"nothing to read in {path}; {advice}")
     return bytes(content)
+
+
+def _text_files(folder: Path) -> Iterator[Path]:
+    """Text files below a folder, in order of their names; found as they are asked for."""
+    for where, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            entry for entry in folders if entry != "site-packages" and not entry.startswith((".", "__"))
+        )
+        yield from (Path(where, file) for file in sorted(files) if file.endswith(_ENDINGS))
 
 
 class Corpus:

@@ -264,35 +264,12 @@ class Session(Generic[J]):
         with self._timed(phases, "agree"):
             companions = transition.agree(job, proposal, derived)
         assert not isinstance(derived, Exception)  # agree has raised it
-        try:
-            self._carry_out(job, transition, proposal, derived, companions, phases)
-        except Exception as error:
-            self._watch.fail(
-                error
-            )  # all others are in it too: they must hear of it, whatever the caller makes of the error
-            raise
-        self.reports.append(
-            ResizeReport.of(derived.plan, proposal.prev, proposal.curr, proposal.iteration, phases, prepared.ahead_s)
-        )
-        self._watch.phase = "standby" if self._job is None else "train"
-        return self._job
-
-    def _carry_out(
-        self,
-        job: J | None,
-        transition: Transition[J],
-        proposal: Proposal,
-        derived: Derived[J],
-        companions: dict[str, bytes],
-        phases: Phases,
-    ) -> None:
-        """Move, commit, rebuild."""
         assert self._transport is not None
-        with self._timed(phases, "move"):
+        with self._timed(phases, "move"), self._alone():
             tensors = transition.move(job, derived, self._transport)
-        with self._timed(phases, "commit"):
-            transition.commit(proposal)
-        with self._timed(phases, "rebuild"):
+        with self._timed(phases, "commit"), self._alone(unless=ShardshiftError):  # which commit raises on all alike
+            transition.commit(proposal, derived, companions)
+        with self._timed(phases, "rebuild"), self._alone():
             self._follow(proposal)
             self._job = None  # whatever happens from here on, the old job is retired once
             if job is not None:
@@ -300,6 +277,21 @@ class Session(Generic[J]):
             rank = derived.plan.curr.rank_of_device.get(self._member.device)
             if rank is not None:
                 self._job = derived.change.rebuild(self._place(rank), tensors, companions)
+        self.reports.append(
+            ResizeReport.of(derived.plan, proposal.prev, proposal.curr, proposal.iteration, phases, prepared.ahead_s)
+        )
+        self._watch.phase = "standby" if self._job is None else "train"
+        return self._job
+
+    @contextmanager
+    def _alone(self, unless: type[Exception] = PeerLost) -> Iterator[None]:
+        """Where only this rank knows of its error: the others must hear of it, whatever the caller makes of it."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, unless):
+                self._watch.fail(error)
+            raise
 
     @property
     def _lead(self) -> int:

@@ -6,9 +6,9 @@ Nothing here touches the running job except to read it: whatever fails, the job 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 
@@ -160,16 +160,8 @@ class Transition(Generic[J]):
             ShardshiftError: the same on every rank, if one was not ready. Nothing has moved.
             PeerLost: if a rank did not come.
         """
-        answers = self._control.gather(
-            self.key("ready"), proposal.participants, self._ready(job, proposal, derived), "agree"
-        )
-        givers: dict[str, int] = {}
-        for device, answer in answers.items():
-            record = json.loads(answer)
-            if "refused" in record:
-                self._control.publish(self.key("refused"), b"")
-                raise ShardshiftError.from_wire(record["refused"])
-            givers |= dict.fromkeys(record["companions"], device)
+        records = self._gather("agree", proposal, self._ready(job, proposal, derived))
+        givers = {name: device for device, record in records.items() for name in record["companions"]}
         stays = self._control.device in proposal.curr_devices
         return {
             name: self._control.fetch(self._companion(name), giver, "agree") for name, giver in givers.items() if stays
@@ -188,10 +180,32 @@ class Transition(Generic[J]):
             on_round=self._settings.on_round,
         )
 
-    def commit(self, proposal: Proposal) -> None:
-        """All have everything: from here on the new state is the state."""
-        self._control.gather(self.key("done"), proposal.participants, b"", "commit")
+    def commit(self, proposal: Proposal, derived: Derived[J], companions: Mapping[str, bytes]) -> None:
+        """All have everything and can use it: from here on the new state is the state.
+
+        Raises:
+            ShardshiftError: the same on every rank, if one cannot use what it has. The old state is whole.
+            PeerLost: if a rank did not come.
+        """
+        rank = derived.plan.curr.rank_of_device.get(self._control.device)
+        try:
+            if rank is not None:
+                derived.change.accept(rank, companions)
+            answer = to_record()
+        except Exception as error:  # goes to every rank as text
+            answer = refusal(error)
+        self._gather("commit", proposal, answer)
         self._control.publish(self.key("committed"), b"")
+
+    def _gather(self, phase: str, proposal: Proposal, answer: bytes) -> dict[int, dict[str, Any]]:
+        """Every participant's answer; if one refused, its error is raised on all."""
+        answers = self._control.gather(self.key(phase), proposal.participants, answer, phase)
+        records = {device: json.loads(answer) for device, answer in answers.items()}
+        for record in records.values():
+            if "refused" in record:
+                self._control.publish(self.key("refused"), b"")
+                raise ShardshiftError.from_wire(record["refused"])
+        return records
 
     def outcome(self) -> bool:
         """For a process that takes no part: wait for the end of it, and say whether it was committed."""

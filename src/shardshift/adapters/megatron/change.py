@@ -96,6 +96,13 @@ class MegatronChange:
         slot = next(slot for slot in self._curr.of_rank(rank) if slot.name == shard.tensor.name)
         return slot.view(slot.empty())
 
+    def accept(self, rank: int, companions: Mapping[str, bytes]) -> None:
+        """Hold the records of all ranks against one another."""
+        carried = Companions.read(companions)
+        for slot in self._curr.of_rank(rank):
+            carried.step(slot.name)
+            carried.group_settings([slot.name])
+
     def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], companions: Mapping[str, bytes]) -> Job:
         """Enter the new generation's world and build the job there around the tensors."""
         carried = Companions.read(companions)
