@@ -6,11 +6,13 @@ from typing import Any
 import megatron.core.num_microbatches_calculator as calculator
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.megatron import models
 from tests.megatron.harness import Scenario, Send, initialise, nothing, open_session, run_processes, small, start_alone
 
 from shardshift import Infeasible, Mismatch, ParallelConfig, Script, ShardshiftError, Unaccounted
 from shardshift.adapters.megatron import Adapter, Job
+from shardshift.adapters.megatron.build import refuse_unknown
 from shardshift.demo import oracle
 from shardshift.demo.model import Recipe, make_adapter, optimizer_step, train_step
 from shardshift.demo.text import Corpus
@@ -174,6 +176,33 @@ def start_only(send: Send, scenario: Scenario) -> None:
     ids=["buffer", "experts"],
 )
 def test_a_model_that_cannot_be_carried_does_not_start(adapter: Callable[[Recipe, Corpus], Adapter], name: str) -> None:
+    refused_at_start(adapter, name)
+
+
+def test_features_whose_state_no_rule_covers_do_not_start() -> None:
+    settings = {
+        "num_moe_experts": 4,
+        "mtp_num_layers": 1,
+        "multi_latent_attention": True,
+        "virtual_pipeline_model_parallel_size": 2,
+        "context_parallel_size": 2,
+    }
+    for setting, value in settings.items():
+        chunk = FakeChunk(setting, value)
+        with pytest.raises(Unaccounted, match=f"{setting}={value}"):
+            refuse_unknown([chunk])
+
+
+class FakeChunk(torch.nn.Module):
+    """A model chunk of which only the configuration matters."""
+
+    def __init__(self, setting: str, value: object) -> None:
+        super().__init__()
+        self.config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+        setattr(self.config, setting, value)
+
+
+def refused_at_start(adapter: Callable[[Recipe, Corpus], Adapter], name: str) -> None:
     sent = run_processes(1, start_only, Scenario(SMALL, "tp1", {}, adapter=adapter))
     error = ShardshiftError.from_wire(sent[0][1])
     assert isinstance(error, Unaccounted)

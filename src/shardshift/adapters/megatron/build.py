@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,15 @@ from ...values import Infeasible, ParallelConfig, ShardshiftError, Unaccounted
 from .job import RankLayout
 from .slots import Slot, Whole, logical_parameters, slots
 from .world import on_meta, virtual_rank
+
+_FEATURES: Final = {
+    "num_moe_experts": ("mixture of experts", 0),
+    "mtp_num_layers": ("multi-token prediction", 0),
+    "multi_latent_attention": ("multi-latent attention", False),
+    "virtual_pipeline_model_parallel_size": ("virtual pipeline stages", 1),
+    "context_parallel_size": ("context parallelism", 1),
+}
+"""Settings of ``TransformerConfig`` whose state no rule covers yet: what they are, and the value that is plain."""
 
 BuildModel = Callable[[RankLayout], Sequence[torch.nn.Module]]
 
@@ -82,10 +91,15 @@ def refuse_unknown(chunks: Sequence[torch.nn.Module]) -> None:
     """Refuse a model with state that no rule covers, by name.
 
     Raises:
-        Unaccounted: for persistent buffers, extra state, expert parameters, and for tensors that are neither parameters
-            nor rebuilt with data (they are still on the meta device).
+        Unaccounted: for features that no rule covers, persistent buffers, extra state, expert parameters, and for
+            tensors that are neither parameters nor rebuilt with data (they are still on the meta device).
     """
-    unknown = []
+    unknown = [
+        f"{what} ({setting}={value})"
+        for chunk in chunks
+        for setting, (what, plain) in _FEATURES.items()
+        if (value := getattr(getattr(chunk, "config", None), setting, plain)) not in (plain, None, False)
+    ]
     for name, module in _modules(chunks):
         lasting = {
             key: value for key, value in module._buffers.items() if key not in module._non_persistent_buffers_set
