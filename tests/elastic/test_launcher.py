@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.elastic.toy import Recipe, ToyAdapter, Unpicklable, open_session
 
-from shardshift.elastic import LocalJob, Member
+from shardshift.elastic import LocalJob, Member, job_store
 from shardshift.values import Infeasible, PeerLost, ShardshiftError, Topology
 
 GRACE_S = 5.0
@@ -191,7 +191,7 @@ def test_when_the_store_dies_every_process_ends_with_an_error_that_says_so() -> 
                 if entered == 3:
                     server.kill()
                     server.join()
-                    dist.PrefixStore("shardshift", job._store).set("go", "")
+                    job_store(job._store).set("go", "")
     finally:
         server.kill()
         server.join()

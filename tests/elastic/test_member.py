@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardshift.elastic import Member
+from shardshift.elastic import Member, job_store
 from shardshift.values import Infeasible, Topology
 
 
@@ -21,7 +21,7 @@ def test_a_member_is_who_the_launcher_says(launched: dist.Store) -> None:
     member = Member.from_launcher(devices_per_node=2, timeout_s=10.0)
     assert (member.device, member.topology) == (3, Topology(2, 2))
     member.store.set("key", "value")
-    assert dist.PrefixStore("shardshift", launched).get("key") == b"value"
+    assert job_store(launched).get("key") == b"value"
 
 
 def test_without_a_number_all_devices_are_on_one_node(launched: dist.Store) -> None:

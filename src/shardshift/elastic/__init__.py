@@ -2,7 +2,7 @@
 
 from .control import Control, record_failure
 from .launcher import LocalJob, die_with_parent, start_fork_server
-from .member import Member
+from .member import Member, job_store
 from .pulse import Pulse, diagnose
 from .report import ResizeReport
 from .resize import ResizeSource, Script
@@ -19,6 +19,7 @@ __all__ = [
     "Session",
     "diagnose",
     "die_with_parent",
+    "job_store",
     "record_failure",
     "session",
     "start_fork_server",

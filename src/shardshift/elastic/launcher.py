@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ..values import PeerLost, ShardshiftError
 from .control import Control, record_loss, stands_by
+from .member import job_store
 
 Send = Callable[[Any], None]
 Worker = Callable[..., None]
@@ -54,7 +55,7 @@ class LocalJob:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
-        self._shared = dist.PrefixStore("shardshift", self._store)  # as Member.from_launcher has it
+        self._shared = job_store(self._store)
         self._pipes: dict[Connection, int] = {}
         self._workers: dict[int, BaseProcess] = {}
         try:
@@ -194,6 +195,7 @@ def _run_worker(device: int, devices: int, port: int, pipe: Connection, worker: 
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
     )
     try:
         worker(lambda message: pipe.send(("message", message)), *args)

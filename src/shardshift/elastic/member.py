@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -38,4 +39,13 @@ class Member:
         """
         store, device, devices = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
         per_node = devices_per_node or devices
-        return cls(dist.PrefixStore("shardshift", store), device, Topology.of(devices, per_node))
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(job_store(store, attempt), device, Topology.of(devices, per_node))
+
+
+def job_store(store: dist.Store, attempt: int = 0) -> dist.Store:
+    """The part of a launcher's store that one attempt to run the job has to itself.
+
+    torchrun's agent keeps its store when it starts workers again, with all that a failed attempt has left in it.
+    """
+    return dist.PrefixStore(f"shardshift/{attempt}", store)
