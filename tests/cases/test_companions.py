@@ -97,8 +97,10 @@ def train_twice(send: Send, scenario: Scenario) -> None:
                 send((name, "groups", [(float(g["lr"]), g.get("step")) for g in job.optimizer.param_groups]))
 
 
-@pytest.mark.parametrize("adapter", [steps_in_groups, rates_of_tensors, plain_sgd])
-@pytest.mark.parametrize(("start", "to"), [("pp2", "tp2"), ("tp1", "pp2")])
+@pytest.mark.parametrize(
+    ("adapter", "start", "to"),
+    [(steps_in_groups, "pp2", "tp2"), (rates_of_tensors, "tp1", "pp2"), (plain_sgd, "tp2", "pp2")],
+)
 def test_updates_equal_those_of_a_job_left_alone_wherever_the_optimizer_keeps_its_step(
     adapter: Callable[[Recipe, Corpus], Adapter], start: str, to: str
 ) -> None:

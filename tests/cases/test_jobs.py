@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.megatron.harness import Scenario, check_change, run, small
 from tests.megatron.models import Build, Chunks, adapter_of
@@ -27,7 +28,7 @@ def built_with(config: dict[str, Any], gpt: dict[str, Any] | None = None) -> Bui
         return TransformerConfig(**(settings | config))
 
     def make_gpt(*args: Any, **settings: Any) -> Any:
-        return gpt_model(*args, **(settings | (gpt or {})))
+        return GPTModel(*args, **(settings | (gpt or {})))
 
     def build(shape: ModelShape, layout: RankLayout) -> Chunks:
         with patch.object(demo, "TransformerConfig", make_config), patch.object(demo, "GPTModel", make_gpt):

@@ -70,7 +70,7 @@ adapter = toy.ToyAdapter(rank, lambda message: None, faults)
 member = ss.Member.from_launcher(timeout_s=4)
 moved = lambda event: adapter.at("move")
 changes = ss.Script({1: "tp3", 2: "pp2tp1dp1"})
-settings = dict(resizes=changes, member=member, timeout_s=4, staging_bytes=200, on_round=moved)
+settings = dict(resizes=changes, timeout_s=4, staging_bytes=200, on_round=moved)
 with ss.session(adapter, "pp1tp2dp1", **settings) as session:
     job = session.start()
     while job and job.iteration < 3:

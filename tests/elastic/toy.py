@@ -201,13 +201,14 @@ class ToyChange:
         self.adapter.at("allocate")
         return torch.full(shard.region.shape, float("nan"), dtype=torch.float64)
 
-    def accept(self, rank: int, companions: Mapping[str, bytes]) -> None:
+    def accept(self, rank: int, companions: Mapping[str, bytes]) -> int:
         self.adapter.at("accept")
+        return int(companions["iteration"])
 
-    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], companions: Mapping[str, bytes]) -> ToyJob:
+    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], accepted: int) -> ToyJob:
         self.adapter.at("rebuild")
         self.adapter._enter(place)
-        job = ToyJob(place.config, place.rank, dict(tensors), int(companions["iteration"]))
+        job = ToyJob(place.config, place.rank, dict(tensors), accepted)
         assert set(job.tensors) == set(layout_of(place.config).shards(place.rank))
         self.adapter.iteration = job.iteration
         return job
@@ -248,9 +249,9 @@ def train(send: Callable[[Any], None], recipe: Recipe) -> None:
         let_standby_die(*recipe.standby_dies, adapter)
     commit = Transition.commit
 
-    def faulty_commit(self: Any, *args: Any) -> None:
+    def faulty_commit(self: Any, *args: Any) -> Any:
         adapter.at("commit")
-        commit(self, *args)
+        return commit(self, *args)
 
     Transition.commit = faulty_commit  # type: ignore[assignment, method-assign]
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -76,14 +76,17 @@ class Change(Protocol[J]):
     def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
         """Memory for a shard of a rank of ``curr``, zero, padding around it included; a view of the region's shape."""
 
-    def accept(self, rank: int, companions: Mapping[str, bytes]) -> None:
-        """Hold the job's companions against what a rank of ``curr`` will need of them; the last look before the commit.
+    def accept(self, rank: int, companions: Mapping[str, bytes]) -> Any:
+        """Read the job's companions as a rank of ``curr`` will need them; the last look before the commit.
+
+        Returns:
+            What ``rebuild`` takes.
 
         Raises:
             Mismatch: if they contradict one another, or something is missing.
         """
 
-    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], companions: Mapping[str, bytes]) -> J:
+    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], accepted: Any) -> J:
         """Enter the world of the new generation and build the job there around tensors that are in place."""
 
 

@@ -268,7 +268,7 @@ class Session(Generic[J]):
         with self._timed(phases, "move"), self._alone():
             tensors = transition.move(job, derived, self._transport)
         with self._timed(phases, "commit"), self._alone(unless=ShardshiftError):  # which commit raises on all alike
-            transition.commit(proposal, derived, companions)
+            accepted = transition.commit(proposal, derived, companions)
         with self._timed(phases, "rebuild"), self._alone():
             self._follow(proposal)
             self._job = None  # whatever happens from here on, the old job is retired once
@@ -276,7 +276,7 @@ class Session(Generic[J]):
                 self._adapter.retire(job)
             rank = derived.plan.curr.rank_of_device.get(self._member.device)
             if rank is not None:
-                self._job = derived.change.rebuild(self._place(rank), tensors, companions)
+                self._job = derived.change.rebuild(self._place(rank), tensors, accepted)
         self.reports.append(
             ResizeReport.of(derived.plan, proposal.prev, proposal.curr, proposal.iteration, phases, prepared.ahead_s)
         )

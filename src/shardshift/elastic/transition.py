@@ -180,22 +180,27 @@ class Transition(Generic[J]):
             on_round=self._settings.on_round,
         )
 
-    def commit(self, proposal: Proposal, derived: Derived[J], companions: Mapping[str, bytes]) -> None:
+    def commit(self, proposal: Proposal, derived: Derived[J], companions: Mapping[str, bytes]) -> Any:
         """All have everything and can use it: from here on the new state is the state.
+
+        Returns:
+            What the adapter made of the companions; None for a device that leaves.
 
         Raises:
             ShardshiftError: the same on every rank, if one cannot use what it has. The old state is whole.
             PeerLost: if a rank did not come.
         """
         rank = derived.plan.curr.rank_of_device.get(self._control.device)
+        accepted = None
         try:
             if rank is not None:
-                derived.change.accept(rank, companions)
+                accepted = derived.change.accept(rank, companions)
             answer = to_record()
         except Exception as error:  # goes to every rank as text
             answer = refusal(error)
         self._gather("commit", proposal, answer)
         self._control.publish(self.key("committed"), b"")
+        return accepted
 
     def _gather(self, phase: str, proposal: Proposal, answer: bytes) -> dict[int, dict[str, Any]]:
         """Every participant's answer; if one refused, its error is raised on all."""

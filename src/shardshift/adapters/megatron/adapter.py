@@ -131,9 +131,11 @@ class Adapter:
         }
         states = optim.moments(job.optimizer)
         groups = list(optim.groups(job.optimizer))
+        steps = {names[p]: state["step"] for p, state in states.items() if "step" in state}
+        same = {float(step): step for step in steps.values()}  # one tensor for all that agree: they are stored once
         record = RankRecord(
             coordinate=(at.pp, at.tp),
-            steps={names[p]: state["step"] for p, state in states.items() if "step" in state},
+            steps={name: same[float(step)] for name, step in steps.items()},
             group_of={names[p]: index for index, group in enumerate(groups) for p in group["params"]},
             groups=[optim.settings(group) for group in groups],
             streams=rng.capture(),

@@ -96,16 +96,16 @@ class MegatronChange:
         slot = next(slot for slot in self._curr.of_rank(rank) if slot.name == shard.tensor.name)
         return slot.view(slot.empty())
 
-    def accept(self, rank: int, companions: Mapping[str, bytes]) -> None:
-        """Hold the records of all ranks against one another."""
+    def accept(self, rank: int, companions: Mapping[str, bytes]) -> Companions:
+        """Read the records of all ranks, and hold them against one another."""
         carried = Companions.read(companions)
         for slot in self._curr.of_rank(rank):
             carried.step(slot.name)
             carried.group_settings([slot.name])
+        return carried
 
-    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], companions: Mapping[str, bytes]) -> Job:
+    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], accepted: Companions) -> Job:
         """Enter the new generation's world and build the job there around the tensors."""
-        carried = Companions.read(companions)
         world.enter(place)
         layout, slots = RankLayout(place.config, place.rank), self._curr.of_rank(place.rank)
         with world.undisturbed_rng():
@@ -122,21 +122,21 @@ class MegatronChange:
             for kind in self._kinds_of(slot)
         }
         materialise(chunks, {name: tensor for (kind, name), tensor in local.items() if kind is Kind.PARAM})
-        job = self._assemble(chunks, layout, carried.job.next_generation())
+        job = self._assemble(chunks, layout, accepted.job.next_generation())
         names = {parameter: (name, local_name) for name, local_name, parameter in named_parameters(chunks)}
         states: dict[torch.Tensor, dict[str, Any]] = {}
         for parameter, (name, local_name) in names.items():
             moments = {kind.value: local[kind, local_name] for kind in optim.MOMENTS if (kind, local_name) in local}
             if moments:
-                step = carried.step(name)
+                step = accepted.step(name)
                 states[parameter] = moments if step is None else {"step": step, **moments}
         optim.restore(job.optimizer, states)
-        if job.scheduler is not None and carried.job.scheduler is not None:
-            optim.restore_scheduler(job.scheduler, carried.job.scheduler)
+        if job.scheduler is not None and accepted.job.scheduler is not None:
+            optim.restore_scheduler(job.scheduler, accepted.job.scheduler)
         for group in optim.groups(job.optimizer):  # after the scheduler, which sets lr and weight decay
-            group.update(carried.group_settings(names[parameter][0] for parameter in group["params"]) or {})
+            group.update(accepted.group_settings(names[parameter][0] for parameter in group["params"]) or {})
         microbatches.follow(job.position, layout)
-        rng.restore(carried.streams, layout.coordinate)
+        rng.restore(accepted.streams, layout.coordinate)
         return job
 
     def _kinds_of(self, slot: Slot) -> Sequence[Kind]:
