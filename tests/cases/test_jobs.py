@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.megatron.harness import Scenario, check_change, run, small
 from tests.megatron.models import Build, Chunks, adapter_of
@@ -22,7 +21,6 @@ from shardshift.demo.text import Corpus
 
 def built_with(config: dict[str, Any], gpt: dict[str, Any] | None = None) -> Build:
     """The demo's model with other settings of the configuration and of the GPTModel."""
-    gpt_model = GPTModel
 
     def make_config(**settings: Any) -> TransformerConfig:
         return TransformerConfig(**(settings | config))
