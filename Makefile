@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml constraints/dev.txt
 			echo "Name one that will do: make PYTHON=/path/to/python3.11" >&2; \
 			exit 1; \
 		fi; \
-		echo "Setting up $(VENV) with $$python (once, a minute or two)"; \
+		echo "Setting up $(VENV) with $$python (once, a minute or two)" >&2; \
 		"$$python" -m venv --clear $(VENV); \
 	fi
 	@$(PIP) install -qq $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') \

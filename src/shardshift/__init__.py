@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .adapters import megatron
-    from .elastic import Member, ResizeReport, ResizeSource, Script, Session, session
+    from .elastic import Member, Resize, ResizeReport, ResizeSource, Script, Session, session
     from .values import (
         Infeasible,
         Mismatch,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "megatron": "adapters",
-    **dict.fromkeys(("Member", "ResizeReport", "ResizeSource", "Script", "Session", "session"), "elastic"),
+    **dict.fromkeys(("Member", "Resize", "ResizeReport", "ResizeSource", "Script", "Session", "session"), "elastic"),
     **dict.fromkeys(
         (
             "Infeasible",
@@ -46,6 +46,7 @@ __all__ = [
     "Mismatch",
     "ParallelConfig",
     "PeerLost",
+    "Resize",
     "ResizeReport",
     "ResizeSource",
     "Script",

@@ -15,6 +15,7 @@ from tests.megatron.test_refusals import train_refused
 from shardshift import Mismatch, ShardshiftError
 from shardshift.adapters.megatron import Adapter, Job
 from shardshift.demo import model as demo
+from shardshift.demo import oracle
 from shardshift.demo.model import Recipe, train_step
 from shardshift.demo.text import Corpus
 
@@ -147,4 +148,24 @@ def test_copies_of_one_parameter_at_different_steps_are_refused_on_all(
         error = ShardshiftError.from_wire(wire)
         assert isinstance(error, Mismatch)
         assert "embedding.word_embeddings.weight: one copy is at optimizer step 5.0, another at 6.0" in str(error)
+        assert (iteration, untouched) == (1, True)
+
+
+def hold_other_norms(job: Job) -> None:
+    """Tensor ranks, or replicas, hold different bits of what is one norm."""
+    at = job.layout.coordinate
+    for _, parameter, name in oracle.named_logical(job.model):
+        if name == "decoder.final_layernorm.weight":
+            parameter.data.fill_(1.0 + 2 * at.tp + at.dp)
+
+
+@pytest.mark.parametrize(("start", "to"), [("tp2", "tp1"), ("dp2", "tp2")])
+def test_copies_of_one_parameter_that_differ_are_refused(start: str, to: str) -> None:
+    scenario = Scenario(small(2, layers=2, batch=2, vocab_size=64), start, {1: to}, before=hold_other_norms)
+    refused = [message for _, message in run_processes(2, train_refused, scenario) if message[0] == "refused"]
+    assert len(refused) == 2
+    for _, iteration, wire, untouched in refused:
+        error = ShardshiftError.from_wire(wire)
+        assert isinstance(error, Mismatch)
+        assert "decoder.final_layernorm.weight[0:16]: devices 0 and 1 hold different bits" in str(error)
         assert (iteration, untouched) == (1, True)

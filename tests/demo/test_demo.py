@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,25 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(Infeasible, match="nothing to read"):
         read_text(tmp_path / "empty.txt")
+
+
+def test_a_pipe_is_refused_rather_than_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    for path in (tmp_path, tmp_path / "pipe.txt"):
+        with pytest.raises(Infeasible, match="not a file"):
+            read_text(path)
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Infeasible, match="no such file or folder"):
+        read_text(tmp_path / ("x" * 300))
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "out" / "report.json").mkdir(parents=True)
+    done = shardshift("demo", "--quick", cwd=tmp_path)
+    assert done.returncode == 3
+    assert "cannot write into out" in done.stderr
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

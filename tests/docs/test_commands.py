@@ -35,6 +35,10 @@ def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_no_page_has_a_place_left_to_fill_in() -> None:
+    assert not [page.name for page in PAGES if "<!--" in page.read_text()]
+
+
 def test_links_between_the_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):

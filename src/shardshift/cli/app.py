@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Final
@@ -53,6 +54,8 @@ def demo(
 
 def main() -> None:
     """Run the command line; an error that shardshift raises on purpose is one line on stderr, never a traceback."""
+    # What a batch system sends: leave as for Ctrl-C, so that processes are ended and folders removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         app()
     except ShardshiftError as error:

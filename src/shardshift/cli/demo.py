@@ -32,14 +32,16 @@ def run_and_report(console: Console, *, steps: int, data: Path | None, out: Path
         raise Infeasible(
             f"the demo needs {', '.join(missing)}; what to do: pip install 'shardshift[demo]', or use 'make demo'"
         )
-    from ..demo.text import default_source, read_text
+    from ..demo.text import SEQUENCE_LENGTH, Corpus, default_source, read_text
 
     source = data or default_source()
-    read_text(source)  # errors in it come before any process starts
+    Corpus(read_text(source), SEQUENCE_LENGTH, seed=0)  # errors in it come before any process starts
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for name in ("loss.png", "report.json"):
+            (out / name).open("ab").close()
     except OSError as error:
-        raise Infeasible(f"cannot make the folder {out}: {error.strerror}; what to do: give another --out") from error
+        raise Infeasible(f"cannot write into {out}: {error.strerror}; what to do: give another --out") from error
     from ..elastic import start_fork_server
 
     start_fork_server(["shardshift.demo.worker"])  # it imports megatron while this process does

@@ -27,7 +27,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from .oracle import named_logical, slice_by_attributes
-from .text import Corpus
+from .text import SEQUENCE_LENGTH, Corpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class ModelShape:
     layers: int = 8
     hidden: int = 128
     heads: int = 4
-    sequence_length: int = 64
+    sequence_length: int = SEQUENCE_LENGTH
     vocab_size: int = 256
     vocab_divisor: int = 32
     swiglu: bool = False

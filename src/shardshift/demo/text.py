@@ -16,6 +16,8 @@ from ..values import Infeasible
 if TYPE_CHECKING:  # not otherwise: a wrong --data shall be told at once, not after megatron was imported
     from ..adapters.megatron import DataPosition, RankLayout
 
+SEQUENCE_LENGTH = 64
+"""Bytes of one sample of the demo."""
 _MOST_BYTES = 4 << 20
 _ENDINGS = (".py", ".txt", ".md", ".rst")
 
@@ -32,10 +34,14 @@ def read_text(path: Path) -> bytes:
         Infeasible: if there is nothing there, nothing in it, or it cannot be read.
     """
     advice = "what to do: give --data a readable text file, or a folder with some"
-    if not path.exists():
-        raise Infeasible(f"no such file or folder: {path}; {advice}")
+    try:
+        path.stat()
+    except OSError as error:
+        raise Infeasible(f"no such file or folder: {path} ({error.strerror}); {advice}") from error
     content = bytearray()
     for file in _text_files(path) if path.is_dir() else [path]:
+        if not file.is_file():
+            raise Infeasible(f"not a file: {file}; {advice}")  # a pipe would be waited for
         try:
             with file.open("rb") as stream:
                 content += stream.read(_MOST_BYTES - len(content))

@@ -5,7 +5,7 @@ from .launcher import LocalJob, die_with_parent, start_fork_server
 from .member import Member, job_store
 from .pulse import Pulse, diagnose
 from .report import ResizeReport
-from .resize import ResizeSource, Script
+from .resize import Resize, ResizeSource, Script
 from .session import Session, session
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "LocalJob",
     "Member",
     "Pulse",
+    "Resize",
     "ResizeReport",
     "ResizeSource",
     "Script",

@@ -208,10 +208,12 @@ class Session(Generic[J]):
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
             if leads:
-                concerned = prepared.proposal.participants if prepared.proposal else ()
-                prepared.transition.decide(
-                    holds=prepared.resize == resize and self._control.gone().isdisjoint(concerned)
+                proposal = prepared.proposal
+                stale = proposal is not None and (
+                    proposal.moments != self._adapter.has_moments(job)
+                    or not self._control.gone().isdisjoint(proposal.participants)
                 )
+                prepared.transition.decide(holds=prepared.resize == resize and not stale)
             if prepared.transition.holds(self._lead):
                 return prepared
         prepared = self._prepare(job, resize)

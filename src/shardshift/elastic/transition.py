@@ -6,7 +6,8 @@ Nothing here touches the running job except to read it: whatever fails, the job 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -14,7 +15,7 @@ import torch
 
 from ..adapters import Adapter, Change
 from ..adapters.protocol import J
-from ..engine import RoundEvent, available_bytes, run_program
+from ..engine import RoundEvent, available_bytes, checksum, run_program
 from ..plan import Plan, make_plan
 from ..schedule import compile_program, peak_extra_bytes
 from ..transport import Transport
@@ -161,6 +162,8 @@ class Transition(Generic[J]):
             PeerLost: if a rank did not come.
         """
         records = self._gather("agree", proposal, self._ready(job, proposal, derived))
+        assert not isinstance(derived, Exception)  # it was told as a refusal
+        _compare_copies(derived.plan, {device: record["copies"] for device, record in records.items()})
         givers = {name: device for device, record in records.items() for name in record["companions"]}
         stays = self._control.device in proposal.curr_devices
         return {
@@ -225,13 +228,15 @@ class Transition(Generic[J]):
             if self._settings.policy == "auto":
                 self._check_memory(derived.plan, len(proposal.participants))
             records: dict[str, bytes] = {}
+            copies: dict[str, int] = {}
             if job is not None:
                 self._check_position(job, proposal)
-                derived.change.shards(job)  # for its checks
+                live = derived.change.shards(job)
+                copies = {key: checksum(live[shard]) for key, shard in _copied(derived.plan, self._control.device)}
                 records = self._adapter.companions(job)
             for name, content in records.items():
                 self._control.publish(self._companion(name), content)
-            return to_record(companions=list(records))
+            return to_record(companions=list(records), copies=copies)
         except Exception as error:  # goes to every rank as text
             return refusal(error)
 
@@ -267,6 +272,30 @@ class Transition(Generic[J]):
                 f"device {self._control.device} needs {peak_bytes:,} bytes beside its present state, {share_bytes:,} "
                 "are free; nothing was moved. What to do: free memory, or go in two steps (more devices first)"
             )
+
+
+def _copied(plan: Plan, device: int) -> Iterator[tuple[str, Shard]]:
+    """The shards of a device that some other device holds too, by a key that all of them derive alike."""
+    holders = Counter(shard for other in plan.prev.devices for shard in plan.prev.shards_on(other))
+    return ((str(shard), shard) for shard in plan.prev.shards_on(device) if holders[shard] > 1)
+
+
+def _compare_copies(plan: Plan, checksums: Mapping[int, Mapping[str, int]]) -> None:
+    """Refuse a move of copies that differ: whichever was read would win, without a word.
+
+    Raises:
+        Mismatch: naming a tensor and the devices.
+    """
+    first: dict[str, tuple[int, int]] = {}
+    for device in plan.prev.devices:
+        for key, found in checksums[device].items():
+            other, expected = first.setdefault(key, (device, found))
+            if found != expected:
+                raise Mismatch(
+                    f"{key}: devices {other} and {device} hold different bits of what must be one tensor; nothing was "
+                    "moved. What to do: find out why these replicas have drifted apart, or what marks the parameter as "
+                    "cut or shared"
+                )
 
 
 def too_few_devices(config: ParallelConfig, devices: int) -> Infeasible:

@@ -134,6 +134,8 @@ def peak_extra_bytes(program: Program) -> int:
 
 
 def _compile(plan: Plan, staging_bytes: int, devices: tuple[int, ...]) -> dict[int, Program]:
+    if staging_bytes < 1:
+        raise Infeasible(f"a staging bound of {staging_bytes} bytes moves nothing; what to do: give some MiB")
     scheduled = list(_scheduled(plan, staging_bytes))
     rounds = max((index + 1 for index, _, _ in scheduled), default=1 if plan.copies else 0)
     sends: dict[int, list[list[Send]]] = {device: [[] for _ in range(rounds)] for device in devices}

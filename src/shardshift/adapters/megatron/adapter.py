@@ -168,7 +168,13 @@ class Adapter:
         world.leave()
 
     def _assemble(self, chunks: Sequence[torch.nn.Module], layout: RankLayout, record: JobRecord) -> Job:
-        model, optimizer, scheduler = self._wrap(chunks, layout)
+        wrapped: Any = self._wrap(chunks, layout)
+        if not (isinstance(wrapped, tuple) and len(wrapped) == 3 and isinstance(wrapped[0], Sequence)):
+            raise Mismatch(
+                "wrap must return (list of wrapped chunks, Megatron optimizer, scheduler or None); it returned "
+                f"{type(wrapped).__name__}"
+            )
+        model, optimizer, scheduler = wrapped
         position = self._position(layout.config, record.consumed_samples)
         data = None if self._data is None else self._data(layout, position)
         parts = Parts(list(model), optimizer, scheduler, data)

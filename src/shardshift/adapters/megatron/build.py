@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ...values import Infeasible, ParallelConfig, ShardshiftError, Unaccounted
+from ...values import Infeasible, Mismatch, ParallelConfig, ShardshiftError, Unaccounted
 from .job import RankLayout
-from .slots import Slot, Whole, logical_parameters, slots
+from .slots import Slot, Whole, logical_parameters, named_parameters, slots
 from .world import on_meta, virtual_rank
 
 _FEATURES: Final = {
@@ -64,9 +64,11 @@ class MetaModels:
     def slots(self, config: ParallelConfig, vocab_rows: int | None) -> dict[tuple[int, int], tuple[Slot, ...]]:
         """The slots of every (pp, tp) coordinate, in order of the forward."""
         wholes: Mapping[str, Whole] = logical_parameters(self.whole)
+        stages = self.stages(config)
+        _refuse_repeated(stages)
         return {
             (stage, tp): slots(chunks, wholes, config.tp, tp, vocab_rows)
-            for stage, chunks in enumerate(self.stages(config))
+            for stage, chunks in enumerate(stages)
             for tp in range(config.tp)
         }
 
@@ -74,7 +76,7 @@ class MetaModels:
         rank = config.rank(pp=stage, tp=0)
         with virtual_rank(config, rank), on_meta():
             try:
-                chunks = list(self._build_model(RankLayout(config, rank)))
+                chunks = self._build_model(RankLayout(config, rank))
             except ShardshiftError:
                 raise
             except Exception as error:  # Megatron refuses with assertions, ValueErrors and RuntimeErrors alike
@@ -83,8 +85,43 @@ class MetaModels:
                     f"the model cannot be built as pp{config.pp}tp{config.tp} (stage {stage}): {reason}; what to do: "
                     "choose a configuration that divides the model"
                 ) from error
+        if not isinstance(chunks, Sequence):
+            raise Mismatch(f"build_model returned a {type(chunks).__name__}; what to do: return a list of model chunks")
+        for chunk in chunks:
+            _check_built(chunk, config, stage)
         refuse_unknown(chunks)
         return chunks
+
+
+def _check_built(chunk: torch.nn.Module, config: ParallelConfig, stage: int) -> None:
+    """Refuse a model that was built for another layout than the one asked for."""
+    settings: Any = getattr(chunk, "config", None)
+    found = (
+        getattr(settings, "tensor_model_parallel_size", config.tp),
+        getattr(settings, "pipeline_model_parallel_size", config.pp),
+        getattr(chunk, "pre_process", stage == 0),
+        getattr(chunk, "post_process", stage == config.pp - 1),
+    )
+    expected = (config.tp, config.pp, stage == 0, stage == config.pp - 1)
+    if found != expected:
+        raise Mismatch(
+            f"build_model was asked for stage {stage} of pp{config.pp}tp{config.tp}, which is (tp, pp, pre_process, "
+            f"post_process) = {expected}; it built {found}. What to do: take them from the layout that it is given, "
+            "not from the arguments that the job was started with"
+        )
+
+
+def _refuse_repeated(stages: Sequence[Sequence[torch.nn.Module]]) -> None:
+    """Refuse one logical name on several stages, unless Megatron marks it as a tied copy."""
+    seen: dict[str, int] = {}
+    for stage, chunks in enumerate(stages):
+        for name, _, parameter in named_parameters(chunks):
+            if seen.setdefault(name, stage) != stage and not getattr(parameter, "shared", False):
+                raise Unaccounted(
+                    f"parameter {name} is on pipeline stages {seen[name]} and {stage}, and nothing marks it as one "
+                    "shared tensor; nothing was moved. What to do: give parameters of different stages different names",
+                    [name],
+                )
 
 
 def refuse_unknown(chunks: Sequence[torch.nn.Module]) -> None:

@@ -50,11 +50,15 @@ def restore(by_coordinate: Mapping[tuple[int, int], Streams], coordinate: Coordi
     """Set this process's streams to those of its coordinate.
 
     Args:
-        by_coordinate: per (pp, tp) of the layout before, its streams; (0, 0) must be there.
+        by_coordinate: per (pp, tp) of the layout before, its streams.
         coordinate: this rank's coordinate in the layout after.
     """
     tracker: dict[str, torch.Tensor] = {}
-    for stream, origin in by_coordinate[0, 0].items():
+    # A stream that only some coordinates have starts, where it is new, from the first that has it.
+    origins = {
+        stream: state for at in sorted(by_coordinate, reverse=True) for stream, state in by_coordinate[at].items()
+    }
+    for stream, origin in origins.items():
         key = (coordinate.pp, 0 if stream in _SHARED else coordinate.tp)
         state = by_coordinate.get(key, {}).get(stream)
         if state is None:
