@@ -23,7 +23,6 @@ from .worker import Changes, Task, train_elastic, train_fixed, train_from_saved
 CONFIGS: Final = ("pp2tp2dp1", "pp4tp2dp1", "pp2tp2dp2", "pp2tp4dp1", "pp4tp1dp1")
 DEVICES: Final = 8
 DEVICES_PER_NODE: Final = 4
-FEWEST_STEPS: Final = len(CONFIGS)
 
 Progress = Callable[[str, int], None]
 """Called as ``progress(what, steps)`` when so many steps of a run are finished."""

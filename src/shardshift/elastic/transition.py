@@ -17,7 +17,7 @@ from ..adapters import Adapter, Change
 from ..adapters.protocol import J
 from ..engine import RoundEvent, available_bytes, checksum, run_program
 from ..plan import Plan, make_plan
-from ..schedule import compile_program, peak_extra_bytes
+from ..schedule import Program, compile_program, peak_extra_bytes
 from ..transport import Transport
 from ..values import Infeasible, Mismatch, ParallelConfig, PlacedLayout, Shard, ShardshiftError, Topology
 from .control import Control, to_record
@@ -48,6 +48,7 @@ class Derived(Generic[J]):
 
     plan: Plan
     change: Change[J]
+    program: Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +110,12 @@ class Transition(Generic[J]):
             proposal = Proposal(
                 job.config, target, tuple(devices), plan.curr.devices, resize.iteration, moments, plan.digest
             )
-            wire = proposal.to_wire()
+            derived, wire = self._derived(plan, change), proposal.to_wire()
         except Exception as error:  # every rank waits for this record: whatever happened must reach them
             self._control.publish(self.key("proposal"), refusal(error))
             return None
         self._control.publish(self.key("proposal"), wire)
-        return Derived(plan, change)
+        return derived
 
     def proposal(self, lead: int) -> Proposal:
         """The proposal of the device ``lead``.
@@ -135,7 +136,7 @@ class Transition(Generic[J]):
                     f"device {self._control.device} derives plan {plan.digest}, the lead {proposal.digest}; nothing "
                     "was moved. What to do: run the same code and the same model description on every rank"
                 )
-            return Derived(plan, change)
+            return self._derived(plan, change)
         except Exception as error:  # goes to every rank as text
             return error
 
@@ -175,7 +176,7 @@ class Transition(Generic[J]):
         plan, change = derived.plan, derived.change
         rank = plan.curr.rank_of_device.get(self._control.device, -1)
         return run_program(
-            compile_program(plan, self._control.device, self._settings.staging_bytes),
+            derived.program,
             {} if job is None else change.shards(job),
             transport,
             allocate=lambda shard: change.allocate(rank, shard),
@@ -226,7 +227,7 @@ class Transition(Generic[J]):
             return refusal(derived)
         try:
             if self._settings.policy == "auto":
-                self._check_memory(derived.plan, len(proposal.participants))
+                self._check_memory(derived.program, len(proposal.participants))
             records: dict[str, bytes] = {}
             copies: dict[str, int] = {}
             if job is not None:
@@ -251,6 +252,9 @@ class Transition(Generic[J]):
     def _companion(self, name: str) -> str:
         return self.key(f"companion/{name}")
 
+    def _derived(self, plan: Plan, change: Change[J]) -> Derived[J]:
+        return Derived(plan, change, compile_program(plan, self._control.device, self._settings.staging_bytes))
+
     def _plan(
         self, change: Change[J], prev_devices: Sequence[int], usable: Sequence[int], placement: Sequence[int] | None
     ) -> Plan:
@@ -262,9 +266,9 @@ class Transition(Generic[J]):
             placement=placement,
         )
 
-    def _check_memory(self, plan: Plan, sharers: int) -> None:
+    def _check_memory(self, program: Program, sharers: int) -> None:
         """Refuse a move that would not fit beside the state that is kept until the commit."""
-        peak_bytes = peak_extra_bytes(compile_program(plan, self._control.device, self._settings.staging_bytes))
+        peak_bytes = peak_extra_bytes(program)
         # Processes on CPU share the machine's memory; a GPU has its own.
         share_bytes = available_bytes() // (1 if torch.cuda.is_available() else sharers)
         if peak_bytes > share_bytes:
