@@ -24,6 +24,7 @@ from shardshift.values import (
     PlacedLayout,
     Region,
     Role,
+    Rows,
     Shard,
     Tensor,
     flat_range,
@@ -86,6 +87,40 @@ def grid_layout(model: Model, config: ParallelConfig, split: Sequence[int]) -> L
     return Layout(tuple(roles), tuple(of_rank))
 
 
+def equal_layers(count: int, *, width: int = 24, numel: int = 1) -> Model:
+    """A model of equal layers: one matrix of ``width`` rows of ``numel`` bytes each, cut on dim 0."""
+    return Model(
+        count,
+        tuple(Rule(Tensor(Kind.PARAM, f"layers.{i}", (width, numel), "uint8", 1), i, 0) for i in range(count)),
+    )
+
+
+def even_grid(model: Model, text: str) -> Layout:
+    """The layout of a configuration such as ``pp2tp4``, layers split evenly."""
+    config = ParallelConfig.parse(text)
+    return grid_layout(model, config, even_split(model.layers, config.pp))
+
+
+def in_two_columns(layout: Layout, second: Sequence[bool]) -> Layout:
+    """The same layout with two roles a rank: ``second`` says which tensors are in the second one."""
+    rows, roles = layout.rows, layout.role_count
+    # Bundles by what they were, and by column.
+    old = layout.bundle_of * 2 + np.array(second, np.int32)
+    bundles, bundle_of = np.unique(old, return_inverse=True)
+    of = [np.flatnonzero(bundles // 2 == bundle) for bundle in rows.bundle]
+    row = np.repeat(np.arange(len(rows)), [len(new) for new in of])
+    bundle = np.concatenate([*of, np.empty(0, np.int64)]).astype(np.int32)
+    role = (rows.role[row] + roles * (bundles[bundle] % 2)).astype(np.int32)
+    order = np.argsort(role, kind="stable")
+    columns = Rows(role[order], bundle[order], rows.low[row][order], rows.high[row][order])
+    of_rank = np.array(
+        [[layout.role_of_rank[rank] + roles * column for column in (0, 1)] for rank in range(layout.world_size)]
+    )
+    return Layout.of_rows(
+        layout.tensors, bundle_of.reshape(-1).astype(np.int32), columns, of_rank.astype(np.int32).reshape(-1, 2)
+    )
+
+
 def _on_stage(rule: Rule, stage: int, stage_of: Sequence[int], stages: int) -> bool:
     if isinstance(rule.layer, int):
         return stage_of[rule.layer] == stage
@@ -138,12 +173,18 @@ def models(draw: st.DrawFn) -> Model:
 
 @st.composite
 def layouts(draw: st.DrawFn, model: Model, most_ranks: int = 12) -> Layout:
-    """A grid of up to ``most_ranks`` ranks with any split of the layers, empty stages included."""
+    """A grid of up to ``most_ranks`` ranks with any split of the layers, empty stages included.
+
+    Some have two roles a rank: one for some of the tensors, one for the others.
+    """
     sizes = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
     pp, tp, dp = draw(sizes.filter(lambda s: s[0] * s[1] * s[2] <= most_ranks))
     ends = sorted(draw(st.lists(st.integers(0, model.layers), min_size=pp - 1, max_size=pp - 1)))
     split = [b - a for a, b in zip([0, *ends], [*ends, model.layers], strict=True)]
-    return grid_layout(model, ParallelConfig(pp=pp, tp=tp, dp=dp), split)
+    layout = grid_layout(model, ParallelConfig(pp=pp, tp=tp, dp=dp), split)
+    if draw(st.booleans()):
+        return layout
+    return in_two_columns(layout, [draw(st.booleans()) for _ in layout.tensors])
 
 
 @st.composite
@@ -157,6 +198,19 @@ def moves(draw: st.DrawFn, most_ranks: int = 12, losses: bool = False) -> Move:
     lost = tuple(draw(st.lists(st.sampled_from(placed.devices), max_size=min(spare, 2), unique=True))) if losses else ()
     usable = [device for device in draw(st.permutations(slots)) if device not in lost]
     return Move(placed, curr, tuple(usable[: draw(st.integers(curr.world_size, len(usable)))]), lost)
+
+
+@st.composite
+def growths(draw: st.DrawFn, most_ranks: int = 9) -> Move:
+    """More replicas than before, so that receivers forward to one another; a grid that changes as well, at times."""
+    model = draw(models())
+    pp, tp, dp = draw(st.sampled_from([(1, 1, 1), (1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2)]))
+    ways = draw(st.integers(dp + 1, max(most_ranks // (pp * tp), dp + 1)))
+    prev = grid_layout(model, ParallelConfig(pp=pp, tp=tp, dp=dp), even_split(model.layers, pp))
+    after = draw(st.sampled_from([(pp, tp), (pp, tp), (1, 1)]))
+    curr = grid_layout(model, ParallelConfig(pp=after[0], tp=after[1], dp=ways), even_split(model.layers, after[0]))
+    devices = tuple(range(max(prev.world_size, curr.world_size)))
+    return Move(PlacedLayout(prev, devices[: prev.world_size]), curr, devices)
 
 
 def inside(region: Region) -> tuple[Any, ...]:

@@ -1,13 +1,16 @@
-"""Values: regions, layouts, configurations, topology, errors. Pure Python; every other layer stands on it."""
+"""Values: regions, layouts, configurations, topology, errors. Every other layer stands on it."""
 
-from .config import Coordinate, ParallelConfig
+from .config import Coordinate, ExpertCoordinate, ParallelConfig
 from .errors import Infeasible, Mismatch, PeerLost, ShardshiftError, StateLost, Unaccounted
-from .layout import Kind, Layout, PlacedLayout, Role, Shard, Tensor, digest
+from .layout import Layout, PlacedLayout
 from .region import Region, flat_range, overlapping, subtract_all
-from .topology import Topology
+from .rows import Rows
+from .tensor import Kind, Role, Shard, Tensor
+from .topology import Rates, Topology
 
 __all__ = [
     "Coordinate",
+    "ExpertCoordinate",
     "Infeasible",
     "Kind",
     "Layout",
@@ -15,15 +18,16 @@ __all__ = [
     "ParallelConfig",
     "PeerLost",
     "PlacedLayout",
+    "Rates",
     "Region",
     "Role",
+    "Rows",
     "Shard",
     "ShardshiftError",
     "StateLost",
     "Tensor",
     "Topology",
     "Unaccounted",
-    "digest",
     "flat_range",
     "overlapping",
     "subtract_all",
