@@ -86,8 +86,18 @@ def test_layouts_that_the_model_the_batch_or_the_devices_cannot_take() -> None:
 
 
 def test_an_axis_that_is_not_known() -> None:
-    with pytest.raises(Infeasible, match=r"unknown axis 'ep' .* known axes: pp, tp, dp"):
-        Script({1: "pp2ep2"})
+    with pytest.raises(Infeasible, match=r"unknown axis 'zz' .* known axes: pp, tp, dp"):
+        Script({1: "pp2zz2"})
+
+
+@pytest.mark.parametrize("others", ["vpp2", "cp2", "ep2", "etp1", "vpp2cp2"])
+def test_an_axis_that_the_adapter_does_not_carry(others: str) -> None:
+    def untouched(*_: object) -> Any:
+        raise AssertionError("the model is built before the axes are looked at")
+
+    adapter = Adapter(untouched, untouched, global_batch_size=1, micro_batch_size=8)
+    with pytest.raises(Infeasible, match=f"pp, tp and dp alone, not {others}; what to do"):
+        adapter.check(ParallelConfig.parse(f"pp2tp2dp2{others}"))
 
 
 def add_a_buffer(job: Job) -> None:

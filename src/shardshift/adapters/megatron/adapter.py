@@ -64,7 +64,14 @@ class Adapter:
         self._meta = MetaModels(build_model)
 
     def check(self, config: ParallelConfig) -> None:
-        """Refuse a configuration that the model or the batch cannot take, and say why."""
+        """Refuse a configuration that the model, the batch or this adapter cannot take, and say why."""
+        carried = ParallelConfig(config.pp, config.tp, config.dp)
+        if config != carried:
+            others = str(config).removeprefix(str(carried))
+            raise Infeasible(
+                f"{config}: the Megatron adapter carries jobs over pp, tp and dp alone, not {others}; what to do: "
+                "leave the other axes out"
+            )
         per_forward = self._micro_batch_size * config.dp
         if self._global_batch_size % per_forward:
             raise Infeasible(
