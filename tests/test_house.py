@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES_PER_MODULE = 400
-TORCH_FREE = ["shardshift.values", "shardshift.plan", "shardshift.schedule", "shardshift.simulator"]
+TORCH_FREE = [f"shardshift.{layer}" for layer in ("values", "models", "plan", "schedule", "simulator")]
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIREMENTS = [

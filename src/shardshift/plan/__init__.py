@@ -1,23 +1,10 @@
-"""Planning: from two layouts to a proved plan of what each device keeps, copies, sends and receives."""
+"""Planning: cells, pairing with the least movement, placement, sources, proof. Pure and deterministic."""
 
-from .cost import lacking_bytes
+from .cells import Cells
 from .make import make_plan
-from .pairing import Pairing, pair
+from .moves import Moves
+from .pairing import lacking_bytes
 from .plan import Copy, Plan, Refer, Transfer
 from .prove import account, prove
-from .sources import Sourced, source
 
-__all__ = [
-    "Copy",
-    "Pairing",
-    "Plan",
-    "Refer",
-    "Sourced",
-    "Transfer",
-    "account",
-    "lacking_bytes",
-    "make_plan",
-    "pair",
-    "prove",
-    "source",
-]
+__all__ = ["Cells", "Copy", "Moves", "Plan", "Refer", "Transfer", "account", "lacking_bytes", "make_plan", "prove"]

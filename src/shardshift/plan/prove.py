@@ -1,13 +1,16 @@
 """The proof: a plan is held to its two layouts before a byte moves.
 
-It uses nothing of how the plan was made, so it holds for plans from another rank, another version, a file:
+It asks nothing of how the plan was made, so it holds for plans from another rank, another version, a file:
 
 1. Both layouts speak of the same logical tensors, and the new one drops no element that the old one holds.
-2. Every instruction reads a shard that a living device holds, writes a shard that its device shall hold, and
-   its piece lies inside both.
-3. Per device and new shard, the pieces written are disjoint and their elements add up to the shard's: every
-   element is written exactly once. A referred shard is written by nothing else.
-4. What moves is what the plan claims to be the least.
+2. The cells are what they say. Atoms of one bundle are disjoint, lie inside the parts that they name, and fill those
+   parts; an atom's parts are held by exactly the roles that its cell names. So whoever has all cells of its roles has
+   every element of its shards once.
+3. Every move goes to a device that wants the cell and does not hold it, once; and comes from a living device that
+   held it, or that receives it at an earlier hop.
+4. Per device, what it keeps and what it receives add up to what it shall hold. With 3, nothing is missing.
+5. Every cell has a holder before and after: no byte is left without one at any moment (``replicas``).
+6. What moves is not less than the least that was claimed, which would be a wrong claim.
 
 Comparing against a second planner was rejected: it would repeat the first one's mistakes. Marking elements one
 by one is what the tests do; its cost grows with the model, that of disjoint boxes does not.
@@ -15,21 +18,72 @@ by one is what the tests do; its cost grows with the model, that of disjoint box
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 
-from ..values import Layout, Mismatch, PlacedLayout, Region, Shard, Tensor, Unaccounted, overlapping, subtract_all
+import numpy as np
+
+from ..values import Layout, Mismatch, Region, StateLost, Tensor, Unaccounted
+from ..values.boxes import Ints, overlapping_pairs
+from .cells import Atoms, Cells, Parts
+from .lists import Lists, distinct, is_in
 from .plan import Plan
+from .replicas import replicas
 
 _BROKEN = "nothing was moved. What to do: do not run this plan; make it anew from the layouts and report the fault"
 
 
-def account(prev: Layout, curr: Layout) -> None:
+def account(prev: Layout, curr: Layout) -> Cells:
     """Check that two layouts are layouts of the same logical state.
+
+    Returns:
+        Their cells.
 
     Raises:
         Unaccounted: naming the tensors that only one layout knows, or of which ``curr`` drops elements.
         Mismatch: if a tensor has another global shape or dtype in ``curr`` than in ``prev``.
+        StateLost: naming tensors of which ``curr`` wants elements that ``prev`` does not hold.
     """
+    if prev.tensors is not curr.tensors:
+        _same_tensors(prev, curr)
+    cells = Cells(prev, curr)
+    if dropped := cells.dropped():
+        raise Unaccounted(
+            f"the new layout drops elements that the old one holds: {_listed(dropped)}; nothing was moved. "
+            "What to do: check the rule that cuts these tensors; its shards must cover them",
+            [str(tensor) for tensor in dropped],
+        )
+    if missing := cells.missing():
+        raise StateLost(
+            f"no living device holds these elements (the old layout does not hold them): {_listed(missing)}; nothing "
+            "was moved. What to do: check the rule that cuts these tensors, or restart from a checkpoint",
+            [str(tensor) for tensor in missing],
+        )
+    return cells
+
+
+def prove(plan: Plan, lost: Collection[int] = ()) -> None:
+    """Prove that ``plan`` turns its old layout into its new one, reading no device of ``lost``.
+
+    Raises:
+        Unaccounted: naming tensors that only one layout knows, or of which the new one drops elements.
+        Mismatch: if tensors differ, or if a move or the sum of them is wrong; says which and why.
+    """
+    if plan.prev.layout.tensors is not plan.curr.layout.tensors:
+        _same_tensors(plan.prev.layout, plan.curr.layout)
+    cells = plan.cells
+    _prove_cells(cells)
+    _prove_moves(plan, lost)
+    held = replicas(plan, lost)
+    for holders, when in ((held.before, "is held by no living device"), (held.after, "would be held by no device")):
+        if (bare := np.flatnonzero(holders == 0)).size:
+            raise Mismatch(f"{_listed(cells.regions(bare.tolist()))} {when}; {_BROKEN}")
+    if plan.moved_bytes < plan.least_moved_bytes:
+        raise Mismatch(
+            f"the plan moves {plan.moved_bytes} bytes and claims that {plan.least_moved_bytes} is the least; {_BROKEN}"
+        )
+
+
+def _same_tensors(prev: Layout, curr: Layout) -> None:
     before = {(tensor.kind, tensor.name): tensor for tensor in prev.tensors}
     after = {(tensor.kind, tensor.name): tensor for tensor in curr.tensors}
     for known, other, where in ((before, after, "old"), (after, before, "new")):
@@ -51,111 +105,115 @@ def account(prev: Layout, curr: Layout) -> None:
             f"{'; '.join(differing)}; nothing was moved. What to do: declare the logical tensor without padding "
             "and with one dtype in both layouts"
         )
-    held, kept = _regions(prev), _regions(curr)
-    dropped = {
-        tensor: left
-        for tensor, regions in kept.items()
-        if (left := [part for gap in _gaps(tensor, regions) for part in _within(gap, held[tensor])])
-    }
-    if dropped:
-        lines = (f"{tensor} {', '.join(map(str, regions))}" for tensor, regions in dropped.items())
-        raise Unaccounted(
-            f"the new layout drops elements that the old one holds: {'; '.join(lines)}; nothing was moved. "
-            "What to do: check the rule that cuts these tensors; its shards must cover them",
-            [str(tensor) for tensor in dropped],
-        )
 
 
-def prove(plan: Plan, lost: Collection[int] = ()) -> None:
-    """Prove that ``plan`` turns its old layout into its new one, reading no device of ``lost``.
-
-    Raises:
-        Unaccounted: naming tensors that only one layout knows, or of which the new one drops elements.
-        Mismatch: if tensors differ, or if an instruction or the sum of them is wrong; says which and why.
-    """
-    account(plan.prev.layout, plan.curr.layout)
-    holds, wants = _by_device(plan.prev), _by_device(plan.curr)
-    for device in lost:
-        holds.pop(device, None)
-    nothing: dict[Shard, list[Region] | None] = {}
-
-    def read(device: int, shard: Shard, instruction: object) -> None:
-        if shard not in holds.get(device, nothing):
-            why = "is lost" if device in lost else "does not hold it before the move"
-            raise Mismatch(f"{instruction}: reads {shard} of device {device}, which {why}; {_BROKEN}")
-
-    def write(device: int, piece: Shard, source: Shard, target: Shard, instruction: object) -> None:
-        wanted = wants.get(device, nothing)
-        if target not in wanted:
-            raise Mismatch(f"{instruction}: writes {target}, which device {device} shall not hold; {_BROKEN}")
-        regions = wanted[target]
-        if regions is None:
-            raise Mismatch(f"{instruction}: writes {target}, which device {device} refers to already; {_BROKEN}")
-        for shard in (source, target):
-            if piece != shard and not (piece.tensor == shard.tensor and shard.region.contains(piece.region)):
-                raise Mismatch(f"{instruction}: piece {piece} is not inside {shard}; {_BROKEN}")
-        regions.append(piece.region)
-
-    for refer in plan.refers:
-        read(refer.device, refer.shard, refer)
-        write(refer.device, refer.shard, refer.shard, refer.shard, refer)
-        wants[refer.device][refer.shard] = None
-    for copy in plan.copies:
-        read(copy.device, copy.source, copy)
-        write(copy.device, copy.piece, copy.source, copy.target, copy)
-    for transfer in plan.transfers:
-        if transfer.source_device == transfer.target_device:
-            raise Mismatch(f"{transfer}: device {transfer.source_device} sends to itself; {_BROKEN}")
-        read(transfer.source_device, transfer.source, transfer)
-        write(transfer.target_device, transfer.piece, transfer.source, transfer.target, transfer)
-
-    for device, targets in wants.items():
-        for target, regions in targets.items():
-            if regions is not None:
-                _prove_cover(device, target, regions)
-    if plan.moved_bytes != plan.least_moved_bytes:
-        raise Mismatch(f"the plan moves {plan.moved_bytes} bytes, expected {plan.least_moved_bytes}; {_BROKEN}")
+def _prove_cells(cells: Cells) -> None:
+    atoms = cells.atoms
+    one, other = overlapping_pairs(atoms.joint, atoms.low, atoms.high, atoms.joint, atoms.low, atoms.high)
+    if (one != other).any():
+        raise Mismatch(f"two atoms of bundle {atoms.joint[one[one != other][0]]} overlap; {_BROKEN}")
+    for parts, of_atom, of_cell, uncovered in (
+        (cells.prev_parts, atoms.prev_parts, cells.prev_roles, cells.dropped),
+        (cells.curr_parts, atoms.curr_parts, cells.curr_roles, cells.missing),
+    ):
+        atom, part = of_atom.take(np.arange(len(atoms.joint)))
+        inside = (atoms.low[atom] >= parts.low[part]).all(axis=1) & (atoms.high[atom] <= parts.high[part]).all(axis=1)
+        if not (inside & (atoms.joint[atom] == parts.joint[part])).all():
+            raise Mismatch(f"atom {atom[~inside][:1]} is not inside its part; {_BROKEN}")
+        if left := uncovered():
+            raise Mismatch(f"these elements are in no cell: {_listed(left)}; {_BROKEN}")
+        _prove_holders(atoms, atom, part, parts, of_cell)
 
 
-def _by_device(placed: PlacedLayout) -> dict[int, dict[Shard, list[Region] | None]]:
-    """Per device its shards, and per shard the regions written so far (None once it is referred)."""
-    return {device: {shard: [] for shard in placed.shards_on(device)} for device in placed.devices}
+def _prove_holders(atoms: Atoms, atom: Ints, part: Ints, parts: Parts, of_cell: Lists) -> None:
+    """The roles that hold an atom's parts are exactly the roles of its cell."""
+    pair, role = parts.roles.take(part)
+    roles = int(max(parts.roles.items.max(initial=0), of_cell.items.max(initial=0))) + 1
+    truly = distinct(atom[pair] * roles + role)
+    every, named = of_cell.take(atoms.cell)
+    if not np.array_equal(truly, distinct(every * roles + named)):
+        raise Mismatch(f"a cell names other roles than hold its atoms; {_BROKEN}")
 
 
-def _prove_cover(device: int, target: Shard, regions: list[Region]) -> None:
-    where = f"{target} on device {device}"
-    if len(regions) > 1 and (twice := overlapping(regions)):
-        raise Mismatch(f"{where}: {twice[0]} and {twice[1]} write the same elements twice; {_BROKEN}")
-    written = sum(region.numel for region in regions)
-    if written != target.region.numel:
-        missing = ", ".join(map(str, subtract_all(target.region, regions)))
+def _prove_moves(plan: Plan, lost: Collection[int]) -> None:
+    cells, moves = plan.cells, plan.moves
+    if not len(moves):
+        _prove_sums(plan, np.zeros(plan.curr.layout.world_size, np.int64))
+        return
+
+    def refuse(bad: Ints, why: str) -> None:
+        if bad.size:
+            row = int(bad[0])
+            cell = int(moves.cell[row])
+            what = _listed(cells.regions([cell])) if 0 <= cell < len(cells) else "?"
+            raise Mismatch(
+                f"move of cell {cell} ({what}) from device {moves.source[row]} to device {moves.target[row]} at hop "
+                f"{moves.hop[row]}: {why}; {_BROKEN}"
+            )
+
+    refuse(np.flatnonzero((moves.cell < 0) | (moves.cell >= len(cells))), "there is no such cell")
+    refuse(np.flatnonzero(moves.source == moves.target), "a device sends to itself")
+    before, after = plan.prev, plan.curr
+    source_rank, target_rank = _ranks(before.device_ids, moves.source), _ranks(after.device_ids, moves.target)
+    refuse(np.flatnonzero(target_rank < 0), "the target has no rank in the new layout")
+    wanted = _plays(after.layout, target_rank, cells.curr_roles, moves.cell)
+    refuse(np.flatnonzero(~wanted), "the target shall not hold it")
+    gone = np.array(sorted(lost), np.int64)
+    held_rank = _ranks(before.device_ids, moves.target)
+    held_rank[is_in(moves.target, gone)] = -1
+    held = _plays(before.layout, held_rank, cells.prev_roles, moves.cell)
+    refuse(np.flatnonzero(held), "the target holds it already")
+    pairs = moves.cell * (int(moves.target.max()) + 1) + moves.target
+    _, first = np.unique(pairs, return_index=True)
+    twice = np.ones(len(pairs), np.bool_)
+    twice[first] = False
+    refuse(np.flatnonzero(twice), "the target receives it twice")
+
+    first_hop = moves.hop == 1
+    refuse(np.flatnonzero(first_hop & is_in(moves.source, gone)), "the source is lost")
+    holds = _plays(before.layout, source_rank, cells.prev_roles, moves.cell)
+    refuse(np.flatnonzero(first_hop & ~holds), "the source does not hold it before the move")
+    # A forward: the row that brings the cell to the source, and whether it comes one hop earlier.
+    width = int(max(moves.target.max(), moves.source.max())) + 1
+    brings = moves.cell * width + moves.target
+    order = np.argsort(brings)
+    at = np.minimum(np.searchsorted(brings[order], moves.cell * width + moves.source), len(order) - 1)
+    bringer = order[at]
+    earlier = (brings[bringer] == moves.cell * width + moves.source) & (moves.hop[bringer] == moves.hop - 1)
+    refuse(np.flatnonzero(~first_hop & ~earlier), "the source has not received it by then")
+
+    received = np.zeros(after.layout.world_size, np.int64)
+    np.add.at(received, target_rank, cells.nbytes[moves.cell])
+    _prove_sums(plan, received)
+
+
+def _prove_sums(plan: Plan, received: Ints) -> None:
+    short = np.flatnonzero(plan.kept_by_rank_bytes + received != plan.rank_bytes)
+    if short.size:
+        rank = int(short[0])
         raise Mismatch(
-            f"{where}: {written} of {target.region.numel} elements are written, {missing} are not; {_BROKEN}"
+            f"device {plan.curr.devices[rank]} (rank {rank}) keeps {plan.kept_by_rank_bytes[rank]} bytes and receives "
+            f"{received[rank]}, and shall hold {plan.rank_bytes[rank]}; {_BROKEN}"
         )
 
 
-def _regions(layout: Layout) -> dict[Tensor, list[Region]]:
-    """Per tensor the distinct regions that any role holds."""
-    regions: dict[Tensor, dict[Region, None]] = {}
-    for role in layout.roles:
-        for shard in role:
-            regions.setdefault(shard.tensor, {})[shard.region] = None
-    return {tensor: list(distinct) for tensor, distinct in regions.items()}
+def _ranks(devices: Ints, asked: Ints) -> Ints:
+    """Per device asked for its rank, or -1."""
+    order = np.argsort(devices)
+    at = np.minimum(np.searchsorted(devices[order], asked), len(devices) - 1)
+    return np.where(devices[order][at] == asked, order[at], -1)
 
 
-def _gaps(tensor: Tensor, regions: list[Region]) -> tuple[Region, ...]:
-    """The elements of a tensor that are in none of the regions."""
-    whole = Region.whole(tensor.shape)
-    # Nearly always the regions are disjoint and complete, which is quick to see.
-    if sum(region.numel for region in regions) == whole.numel and overlapping(regions) is None:
-        return ()
-    return subtract_all(whole, regions)
+def _plays(layout: Layout, ranks: Ints, of_cell: Lists, cell: Ints) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    """Per row whether the rank (-1: none) plays a role that the cell names."""
+    roles = layout.role_count
+    # Ascending, since each cell's roles are.
+    named = np.repeat(np.arange(len(of_cell.counts)), of_cell.counts) * roles + of_cell.items
+    playing = np.zeros(len(ranks), np.bool_)
+    for column in layout.roles_of_rank.T.astype(np.int64):
+        playing |= (ranks >= 0) & is_in(cell * roles + column[ranks], named)
+    return playing
 
 
-def _within(region: Region, others: Iterable[Region]) -> list[Region]:
-    """The elements of ``region`` that are in any of ``others``, as disjoint boxes."""
-    parts: list[Region] = []
-    for other in others:
-        if common := region.intersect(other):
-            parts += subtract_all(common, parts)
-    return parts
+def _listed(found: Mapping[Tensor, list[Region]]) -> str:
+    return "; ".join(f"{tensor} " + ", ".join(map(str, dict.fromkeys(regions))) for tensor, regions in found.items())

@@ -1,170 +1,231 @@
-"""Sources: where each device gets the elements of its new shards.
+"""Sources: from whom each device gets each cell that it lacks.
 
-1. The very same shard is held: refer to it.
-2. Otherwise what the device holds of the shard, in shards of another shape, is copied locally.
-3. The rest is cut along the prev shards that living devices hold, into pieces whose elements all have the same
-   holders. Where held regions overlap (one whole copy, one sliced) each element still lies in one piece.
-4. Each piece comes from one holder: one on the same node if there is one; then the one that has sent the fewest
-   bytes so far; then the lowest id.
-5. A piece without a holder is lost. All that is lost is gathered before the plan is refused.
+What limits a move is the busiest device or node link. A device must take in what it lacks; the art is to let none
+send more than that. Receivers help: who has received a cell (or a piece of it) can send it on, so k new replicas cost
+about the time of one. Cell by cell, the heaviest first:
 
-Steps 1 to 3 depend on roles alone and are done once per (curr role, prev role) that meet on a device, whatever
-the number of replicas. Choosing holders by hash or round robin was rejected: sizes differ, and what counts is
-the busiest sender. (Chains in which new holders forward are another choice in step 4, over the same pieces.)
+1. On a node with holders, each of them serves one receiver of the node; further receivers get it from those, in
+   chains inside the node.
+2. Nodes without a holder are strung on chains: each crosses into a node once, runs through its receivers, and goes on
+   to the next node. Every device on a chain sends a cell once. There are as many chains as devices that can afford to
+   head one: holders, and the last of chains inside a node; those that have sent the least so far come first.
+3. A cell that only one device holds and only one lacks, as ranges of a distributed optimizer are, has no choice; all
+   such are done at once, and first, since the others have to give way to them.
+
+4. At the end weight is taken off the busiest (``loads.relieve``).
+
+Cells without a living holder are lost: all are gathered before the plan is refused. Trees were rejected: the root of
+a binary tree sends twice what it holds, a chain's head once, and pieces in flight hide a chain's length. An exact
+min-max flow was rejected for its cost at a hundred thousand devices; the bound says how far this is from it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
-from ..values import PlacedLayout, Region, Role, Shard, StateLost, Tensor, Topology, subtract_all
-from .plan import Copy, Refer, Transfer
-
-Holders: TypeAlias = tuple[tuple[int, Shard], ...]
-"""Who could send a piece: (device, the shard of it that holds the piece)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sourced:
-    """Where everything comes from: the three lists of a plan, by ascending device, each in order of need."""
-
-    refers: tuple[Refer, ...]
-    copies: tuple[Copy, ...]
-    transfers: tuple[Transfer, ...]
+from ..values import PlacedLayout, StateLost, Topology
+from ..values.boxes import Ints
+from .cells import Cells
+from .lists import Lists, distinct, is_in, number_rows
+from .loads import Loads, relieve
+from .moves import Moves
+from .pairing import held_roles
 
 
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """What a device of one prev role needs to take one curr role, as tuples in the order of the plan's fields."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Wants:
+    """Which device lacks which cell, and who could give it.
 
-    refers: tuple[Shard, ...]
-    copies: tuple[tuple[Shard, Shard, Shard], ...]
-    lacks: tuple[tuple[Shard, Shard, Holders], ...]
+    Attributes:
+        cell: per want its cell, ascending.
+        device: per want the device that lacks it.
+        cells: the distinct cells that anyone lacks, ascending.
+        holders: per entry of ``cells`` the living devices that hold it, ascending within a role.
+    """
+
+    cell: Ints
+    device: Ints
+    cells: Ints
+    holders: Lists
 
 
-def source(
-    prev: PlacedLayout, curr: PlacedLayout, *, topology: Topology | None = None, lost: Collection[int] = ()
-) -> Sourced:
-    """Find a source for every element of every shard of ``curr``.
+def wants(cells: Cells, prev: PlacedLayout, curr: PlacedLayout, lost: Collection[int] = ()) -> Wants:
+    """What each device of ``curr`` lacks, and the living holders of it."""
+    gone = np.array(sorted(lost), np.int64)
+    living = prev.device_ids[~is_in(prev.device_ids, gone)]
+    held = held_roles(prev, curr.device_ids)
+    held[is_in(curr.device_ids, gone)] = -1
+    wanted = curr.layout.roles_of_rank.astype(np.int64)
+    # Devices that held the same roles and take the same roles lack the same cells.
+    first, kind = number_rows(np.column_stack([wanted, held]))
+    want_kind, want_cell = _cells_of(wanted[first], cells.curr_roles, cells.curr.role_count)
+    have_kind, have_cell = _cells_of(held[first], cells.prev_roles, cells.prev.role_count)
+    lacks = ~is_in(want_kind * len(cells) + want_cell, np.sort(have_kind * len(cells) + have_cell))
+    want_kind, want_cell = want_kind[lacks], want_cell[lacks]
+    position, device = Lists.group(kind, curr.device_ids, len(first)).take(want_kind)
+    cell = want_cell[position]
+    order = np.lexsort((device, cell))
+    cell, device = cell[order], device[order]
+    lacked = distinct(cell)
+
+    roles = held_roles(prev, living)
+    flat = roles.reshape(-1)
+    of_role = Lists.group(flat, np.repeat(living, roles.shape[1]), cells.prev.role_count)
+    at, role = cells.prev_roles.take(lacked)
+    pair, holder = of_role.take(role)
+    counts = np.bincount(at[pair], minlength=len(lacked))
+    return Wants(cell, device, lacked, Lists(np.concatenate([[0], np.cumsum(counts)]), holder))
+
+
+def _cells_of(roles: Ints, of_cell: Lists, role_count: int) -> tuple[Ints, Ints]:
+    """Per row of roles (-1: none) the cells of all of them: row numbers and cells."""
+    at, role = of_cell.take(np.arange(len(of_cell.counts)))
+    by_role = Lists.group(role, at, role_count)
+    row, column = np.nonzero(roles >= 0)
+    position, cell = by_role.take(roles[row, column])
+    return row[position], cell
+
+
+def choose_sources(
+    cells: Cells, wanted: Wants, *, topology: Topology | None = None, lost: Collection[int] = ()
+) -> Moves:
+    """Choose who sends each cell to each device that lacks it.
 
     Args:
-        prev: who holds what now.
-        curr: who shall hold what.
-        topology: which devices share a node; None means that all do.
-        lost: devices of ``prev`` that are gone; they hold nothing.
+        cells: of both layouts.
+        wanted: who lacks what, and who could give it.
+        topology: nodes and rates; None means one node of equal devices.
+        lost: devices that are gone, for the message.
 
     Raises:
         StateLost: naming every tensor and region that no living device holds.
     """
-    holdings = _holdings(prev, lost)
-    needs: dict[tuple[int, int | None], _Need] = {}
-    refers: list[Refer] = []
-    copies: list[Copy] = []
-    transfers: list[Transfer] = []
-    sent_bytes: Counter[int] = Counter()
-    gone: dict[Tensor, list[Region]] = {}
-    node = {device: topology.node_of(device) if topology else 0 for device in (*prev.devices, *curr.devices)}
+    if (orphans := wanted.cells[wanted.holders.counts == 0]).size:
+        raise _state_lost(cells, orphans, lost)
+    if not len(wanted.cell):
+        return Moves(*(np.empty(0, np.int64) for _ in range(4)))
+    ids, at = np.unique(np.concatenate([wanted.device, wanted.holders.items]), return_inverse=True)
+    at = at.reshape(-1)
+    loads = Loads(ids, topology)
+    chooser = _Chooser(loads)
+    target, holder = at[: len(wanted.device)], at[len(wanted.device) :]
+    want_starts = np.searchsorted(wanted.cell, np.append(wanted.cells, len(cells)))
+    want_counts, holder_counts = np.diff(want_starts), wanted.holders.counts
+    size_bytes = cells.nbytes[wanted.cells]
+    number = np.repeat(np.arange(len(size_bytes)), want_counts)
+    chooser.expect(number, size_bytes, target, Lists(wanted.holders.starts, holder))
 
-    for device in sorted(curr.devices):
-        curr_role = curr.layout.role_of_rank[curr.rank_of_device[device]]
-        rank = None if device in lost else prev.rank_of_device.get(device)
-        prev_role = None if rank is None else prev.layout.role_of_rank[rank]
-        need = needs.get((curr_role, prev_role))
-        if need is None:
-            held = () if prev_role is None else prev.layout.roles[prev_role]
-            need = needs[curr_role, prev_role] = _need(curr.layout.roles[curr_role], held, holdings)
-        refers += [Refer(device, shard) for shard in need.refers]
-        copies += [Copy(device, *three) for three in need.copies]
+    forced = (want_counts == 1) & (holder_counts == 1)
+    sources = np.empty(len(target), np.int64)
+    hops = np.ones(len(target), np.int64)
+    only = want_starts[:-1][forced]
+    sources[only] = holder[wanted.holders.starts[:-1][forced]]
+    loads.add(sources[only], target[only], size_bytes[forced])
 
-        for piece, target, holders in need.lacks:
-            if not holders:
-                gone.setdefault(piece.tensor, []).append(piece.region)
-                continue
-            # A device's own shards of a tensor never overlap, so it is a holder once, and its id breaks all ties.
-            *_, sender, held_shard = min(
-                (node[holder] != node[device], sent_bytes[holder], holder, shard) for holder, shard in holders
-            )
-            sent_bytes[sender] += piece.nbytes
-            transfers.append(Transfer(sender, device, piece, held_shard, target))
-    if gone:
-        raise _state_lost(gone, lost)
-    return Sourced(tuple(refers), tuple(copies), tuple(transfers))
+    rest = np.flatnonzero(~forced)
+    weight = size_bytes[rest] / holder_counts[rest]
+    for index in rest[np.argsort(-weight, kind="stable")].tolist():
+        span = slice(want_starts[index], want_starts[index + 1])
+        holders = holder[wanted.holders.starts[index] : wanted.holders.starts[index + 1]]
+        sources[span], hops[span] = chooser.choose(int(size_bytes[index]), target[span], holders)
+    relieve(loads, chooser.afford_s, sources, target, hops, number, size_bytes, Lists(wanted.holders.starts, holder))
+    order = np.lexsort((wanted.device, hops, wanted.cell))
+    return Moves(*(column[order] for column in (wanted.cell, ids[sources], wanted.device, hops)))
 
 
-class _Holding:
-    """The distinct regions of one tensor that living devices hold, and who holds each."""
+class _Chooser:
+    """Whom to ask next, from what every device and link carries so far."""
 
-    def __init__(self, holders: dict[Shard, list[int]]) -> None:
-        self.holders = list(holders.items())
-        self.low = np.array([shard.region.offsets for shard in holders], dtype=np.int64)
-        self.high = np.array([shard.region.stops for shard in holders], dtype=np.int64)
+    def __init__(self, loads: Loads) -> None:
+        self._loads = loads
+        self.afford_s = 0.0
 
-    def cut(self, region: Region) -> list[tuple[Region, Holders]]:
-        """``region`` in disjoint pieces, each with all devices that hold the whole of it."""
-        touching = np.flatnonzero(((self.low < region.stops) & (self.high > region.offsets)).all(axis=1))
-        pieces: list[tuple[Region, Holders]] = [(region, ())]
-        for shard, devices in (self.holders[i] for i in touching.tolist()):
-            cut: list[tuple[Region, Holders]] = []
-            for piece, known in pieces:
-                if common := piece.intersect(shard.region):
-                    cut.append((common, (*known, *((device, shard) for device in devices))))
-                cut += [(rest, known) for rest in piece.subtract(shard.region)]
-            pieces = cut
-        return pieces
+    def expect(self, cell: Ints, size_bytes: Ints, target: Ints, holders: Lists) -> None:
+        """Learn what the busiest receiver takes, device or node link: a sender that stays below it costs no time.
+
+        Args:
+            cell: per want the number of its cell.
+            size_bytes: per cell.
+            target: per want who lacks it.
+            holders: per cell.
+        """
+        loads = self._loads
+        received = np.bincount(target, size_bytes[cell], minlength=len(loads.rate))
+        # Into a node without a holder a cell comes once, however many of its devices lack it.
+        nodes = len(loads.link_rate)
+        at, holder = holders.take(np.arange(len(size_bytes)))
+        entered = distinct(cell * nodes + loads.node[target])
+        entered = entered[~is_in(entered, np.sort(at * nodes + loads.node[holder]))]
+        link = np.bincount(entered % nodes, size_bytes[entered // nodes], minlength=nodes) / loads.link_in_rate
+        self.afford_s = max(float((received / loads.in_rate).max(initial=0.0)), float(link.max(initial=0.0)))
+
+    def choose(self, size_bytes: int, targets: Ints, holders: Ints) -> tuple[Ints, Ints]:
+        """Sources and hops for all targets of one cell."""
+        node, sent_s = self._loads.node, self._loads.sent_s
+        # Within a node the least busy first: the last of a chain need not send.
+        order = np.lexsort((targets, sent_s[targets], node[targets]))
+        sorted_targets = targets[order]
+        sorted_holders = holders[np.lexsort((holders, sent_s[holders], node[holders]))]
+        holder_node, target_node = node[sorted_holders], node[sorted_targets]
+        first_here = np.searchsorted(holder_node, target_node)
+        here = np.searchsorted(holder_node, target_node, side="right") - first_here
+        nth = np.arange(len(targets)) - np.searchsorted(target_node, target_node)
+        sources, hops = np.empty(len(targets), np.int64), np.ones(len(targets), np.int64)
+
+        inside = np.flatnonzero(here)
+        direct = inside[nth[inside] < here[inside]]
+        sources[direct] = sorted_holders[first_here[direct] + nth[direct]]
+        passed = inside[nth[inside] >= here[inside]]
+        sources[passed] = sorted_targets[passed - here[passed]]
+        hops[passed] = nth[passed] // here[passed] + 1
+
+        self._loads.add(sources[inside], sorted_targets[inside], size_bytes)
+
+        outside = np.flatnonzero(here == 0)
+        if len(outside):
+            # Chains are cut where a node begins; chain c has the nodes of rank n with n * chains // nodes == c.
+            enters = nth[outside] == 0
+            rank = np.cumsum(enters) - 1
+            last = inside[~np.isin(sorted_targets[inside], sources[inside])]
+            heads, after = self._heads(size_bytes, holders, sorted_targets[last], hops[last], int(rank[-1]) + 1)
+            chain = rank * len(heads) // (int(rank[-1]) + 1)
+            begins = np.searchsorted(chain, np.arange(len(heads)))
+            sources[outside] = np.concatenate([sorted_targets[outside][:1], sorted_targets[outside][:-1]])
+            sources[outside[begins]] = heads
+            hops[outside] = np.arange(len(outside)) - begins[chain] + 1 + after[chain]
+            self._loads.add(sources[outside], sorted_targets[outside], size_bytes)
+        back = np.empty(len(order), np.int64)
+        back[order] = np.arange(len(order))
+        return sources[back], hops[back]
+
+    def _heads(self, size_bytes: int, holders: Ints, last: Ints, hops: Ints, most: int) -> tuple[Ints, Ints]:
+        """Who heads a chain to other nodes, and at which hop each has the cell (0: held before).
+
+        Holders that can afford it, then the last of chains inside nodes that can; at least one, at most ``most``.
+        """
+        loads = self._loads
+        able, has = np.concatenate([holders, last]), np.concatenate([np.zeros(len(holders), np.int64), hops])
+        node = loads.node[able]
+        busy_s = np.maximum(
+            loads.sent_s[able] + size_bytes / loads.rate[able],
+            loads.left_s[node] + size_bytes / loads.link_rate[node],
+        )
+        dear = busy_s > self.afford_s
+        best = np.lexsort((able, busy_s, has > 0, dear))[: max(1, min(most, int((~dear).sum())))]
+        return able[best], has[best]
 
 
-def _holdings(prev: PlacedLayout, lost: Collection[int]) -> dict[Tensor, _Holding]:
-    living: dict[int, list[int]] = {}
-    for device in sorted(set(prev.devices) - set(lost)):
-        living.setdefault(prev.layout.role_of_rank[prev.rank_of_device[device]], []).append(device)
-    holders: dict[Tensor, dict[Shard, list[int]]] = {}
-    for role, devices in sorted(living.items()):
-        for shard in prev.layout.roles[role]:
-            holders.setdefault(shard.tensor, {}).setdefault(shard, []).extend(devices)
-    return {tensor: _Holding(by_shard) for tensor, by_shard in holders.items()}
-
-
-def _need(wanted: Role, held: Role, holdings: dict[Tensor, _Holding]) -> _Need:
-    refers: list[Shard] = []
-    copies: list[tuple[Shard, Shard, Shard]] = []
-    lacks: list[tuple[Shard, Shard, Holders]] = []
-    kept = set(held)
-    local: dict[Tensor, list[Shard]] = {}
-    for shard in held:
-        local.setdefault(shard.tensor, []).append(shard)
-    for target in wanted:
-        if target in kept:
-            refers.append(target)
-            continue
-        have: list[Region] = []
-        for shard in local.get(target.tensor, ()):
-            if common := target.region.intersect(shard.region):
-                have.append(common)
-                copies.append((Shard(target.tensor, common), shard, target))
-        for missing in subtract_all(target.region, have):
-            holding = holdings.get(target.tensor)
-            for region, holders in holding.cut(missing) if holding else [(missing, ())]:
-                piece = target if region == target.region else Shard(target.tensor, region)
-                lacks.append((piece, target, holders))
-    return _Need(tuple(refers), tuple(copies), tuple(lacks))
-
-
-def _state_lost(gone: dict[Tensor, list[Region]], lost: Collection[int]) -> StateLost:
+def _state_lost(cells: Cells, orphans: Ints, lost: Collection[int]) -> StateLost:
     lines = []
-    for tensor, regions in gone.items():
-        # Replicas and overlapping shards miss the same elements: each is named once.
-        distinct: list[Region] = []
-        for region in dict.fromkeys(regions):
-            distinct += subtract_all(region, distinct)
-        lines.append(f"{tensor} " + ", ".join(map(str, distinct)))
+    found = cells.regions(orphans.tolist())
+    for tensor, regions in found.items():
+        lines.append(f"{tensor} " + ", ".join(map(str, dict.fromkeys(regions))))
     cause = f"devices {sorted(lost)} are lost" if lost else "the old layout does not hold them"
     return StateLost(
         f"no living device holds these elements ({cause}): {'; '.join(lines)}; nothing was moved. "
         "What to do: bring one of their holders back, or restart from a checkpoint",
-        [str(tensor) for tensor in gone],
+        [str(tensor) for tensor in found],
     )
