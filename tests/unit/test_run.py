@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.unit.strategies import Move, inside, moves
+from tests.unit.strategies import Move, growths, inside, moves
 
 from shardshift.elastic import Control, LocalJob, Member
 from shardshift.engine import DIRECT_BYTES, RoundEvent, available_bytes, run, run_program
@@ -143,12 +143,11 @@ def retyped(move: Move, dtypes: Sequence[str]) -> Move:
     dtype_by_name = {name: dtypes[index % len(dtypes)] for index, name in enumerate(names)}
 
     def layout(before: Layout) -> Layout:
-        def shard(old: Shard) -> Shard:
-            dtype = dtype_by_name[old.tensor.kind, old.tensor.name]
-            tensor = replace(old.tensor, dtype=dtype, itemsize=getattr(torch, dtype).itemsize)
-            return Shard(tensor, old.region)
+        def tensor(old: Tensor) -> Tensor:
+            dtype = dtype_by_name[old.kind, old.name]
+            return replace(old, dtype=dtype, itemsize=getattr(torch, dtype).itemsize)
 
-        return Layout(tuple(tuple(shard(old) for old in role) for role in before.roles), before.role_of_rank)
+        return Layout.of_rows([*map(tensor, before.tensors)], before.bundle_of, before.rows, before.roles_of_rank)
 
     return Move(PlacedLayout(layout(move.prev.layout), move.prev.devices), layout(move.curr), move.devices, move.lost)
 
@@ -182,7 +181,7 @@ def over_memory(devices: Sequence[Device]) -> None:
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    moves(most_ranks=6),
+    st.one_of(moves(most_ranks=6), growths(most_ranks=6)),
     st.lists(st.sampled_from(DTYPES), min_size=1, max_size=8),
     st.integers(0, 3),
     st.sampled_from([16, 64, 4096]),
@@ -431,7 +430,9 @@ def random_moves() -> list[Move]:
     found: list[Move] = []
 
     @settings(max_examples=40, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-    @given(moves(most_ranks=4), st.lists(st.sampled_from(DTYPES), min_size=3, max_size=8))
+    @given(
+        st.one_of(moves(most_ranks=4), growths(most_ranks=4)), st.lists(st.sampled_from(DTYPES), min_size=3, max_size=8)
+    )
     def collect(move: Move, dtypes: list[str]) -> None:
         if max(*move.prev.devices, *move.devices) < 4:
             found.append(retyped(move, dtypes))
@@ -448,5 +449,9 @@ def test_every_element_arrives_over_processes_too(random_moves: list[Move]) -> N
     large = Move(PlacedLayout(halves, (2, 0)), thirds, (0, 1, 2, 3))
     plans = [(planned(move), (16, 64, 1 << 20)[number % 3]) for number, move in enumerate(random_moves)]
     plans += [(planned(large), 4 << 20), (planned(large), 100_000)]
+    whole = (rows(big, 0, 3),)
+    chain = planned(Move(PlacedLayout(Layout((whole,), (0,)), (2,)), Layout((whole,), (0,) * 4), (0, 1, 2, 3)))
+    assert chain.moves.hop.max() == 3
+    plans += [(chain, 4 << 20), (chain, 500_000)]
     with LocalJob(4, move_over_gloo, (plans, 4), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
         assert [done for _, done in job.messages()] == [len(plans)] * 4

@@ -1,16 +1,18 @@
 """Run one device's program on live tensors.
 
 The idea: a program is lists of pieces, and both ends of a pair derive the same messages from the same lists,
-so no header, tag or size ever travels. Per round:
+so no header, tag or size ever travels. Rounds are this device's own (``schedule.compile``): the peers of one round
+may be in rounds of other numbers, and nobody waits for a device that it has no message with. Per round:
 
 1. Pieces of ``DIRECT_BYTES`` or more are messages of their own, sent from and received into the tensors
    themselves where those are contiguous.
 2. Smaller pieces to one peer share one flat bucket: a message costs about 0.1 ms on gloo, whatever its size.
 3. Receives and sends are posted, local copies run under them, then the round is waited for and unpacked.
 
-Sources are only read and targets only written (policy ``keep``): whatever fails, the old state is whole, and
-dropping the targets is the whole of an abort. Pieces that are not contiguous are staged by copying; handing
-strided views to the transport was rejected, since gloo sends the wrong bytes of them without a word.
+Old shards are only read (policy ``keep``): whatever fails, the old state is whole, and dropping the new ones is the
+whole of an abort. A forward reads a new shard, of which an earlier round has received that piece. Pieces that are not
+contiguous are staged by copying; handing strided views to the transport was rejected, since gloo sends the wrong
+bytes of them without a word.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, assert_never
 
 import torch
 
-from ..schedule import Copy, Program, Recv, Round, Send
+from ..schedule import Copy, Forward, Program, Recv, Round, Send
 from ..transport import Message, Transport, byte_view
 from ..values import Mismatch, Region, Shard
 
@@ -37,9 +39,9 @@ class RoundEvent:
     """What one finished round did on this device.
 
     Attributes:
-        index: the round, from 0.
-        rounds: rounds in all.
-        sent_bytes: bytes that left this device.
+        index: this device's round, from 0; other devices count their own.
+        rounds: this device's rounds in all.
+        sent_bytes: bytes that left this device, forwarded ones included.
         received_bytes: bytes that arrived.
         copied_bytes: bytes copied locally.
         elapsed_s: seconds that the round took.
@@ -65,11 +67,11 @@ def run_program(
     """Carry out a device's program and return its tensors in the new layout.
 
     Args:
-        program: what this device refers, copies, sends and receives.
+        program: what this device refers, copies, sends, forwards and receives.
         sources: the shards that it holds now; only read.
         transport: connects the devices of the plan.
         allocate: gives the tensor that a new shard is written to, of the region's shape and the shard's dtype.
-        timeout_s: the longest that one round may take.
+        timeout_s: the longest that one round may take; in it, a device may wait for peers that are behind.
         on_round: called after each round.
 
     Returns:
@@ -81,7 +83,7 @@ def run_program(
     """
     read = {refer.shard for refer in program.refers}
     read |= {copy.source for step in program.rounds for copy in step.copies}
-    read |= {send.source for step in program.rounds for send in step.sends}
+    read |= {send.source for step in program.rounds for send in step.sends if isinstance(send, Send)}
     for shard in sorted(read, key=str):
         _check(shard, sources.get(shard), "holds")
     targets: dict[Shard, torch.Tensor] = {}
@@ -110,7 +112,7 @@ def run_program(
 def _run_round(step: Round, sources: Locals, targets: Locals, transport: Transport, timeout_s: float) -> None:
     sends = [
         Message(peer, _packed(pieces))
-        for peer, pieces in _messages((send, sources[send.source]) for send in step.sends)
+        for peer, pieces in _messages((send, _sent_from(send, sources, targets)) for send in step.sends)
     ]
     arriving = [
         (pieces, Message(peer, _landing(pieces)))
@@ -125,8 +127,18 @@ def _run_round(step: Round, sources: Locals, targets: Locals, transport: Transpo
         _unpack(pieces, message.payload)
 
 
+def _sent_from(send: Send | Forward, sources: Locals, targets: Locals) -> torch.Tensor:
+    match send:
+        case Send():
+            return sources[send.source]
+        case Forward():
+            return targets[send.source]
+        case _:
+            assert_never(send)
+
+
 def _messages(
-    pieces: Iterable[tuple[Send | Recv, torch.Tensor]],
+    pieces: Iterable[tuple[Send | Forward | Recv, torch.Tensor]],
 ) -> list[tuple[int, list[torch.Tensor]]]:
     """Group a round's pieces into messages: (peer, tensors), in an order that both ends derive alike.
 
@@ -135,7 +147,7 @@ def _messages(
     direct: list[tuple[int, list[torch.Tensor]]] = []
     buckets: dict[int, list[torch.Tensor]] = {}
     for instruction, local in pieces:
-        shard = instruction.source if isinstance(instruction, Send) else instruction.target
+        shard = instruction.target if isinstance(instruction, Recv) else instruction.source
         tensor = _part(local, instruction.piece.region, shard.region)
         if instruction.piece.nbytes >= DIRECT_BYTES:
             direct.append((instruction.peer, [tensor]))
@@ -185,7 +197,7 @@ def _part(local: torch.Tensor, region: Region, shard_region: Region) -> torch.Te
     return local
 
 
-def _piece_bytes(instructions: Sequence[Copy | Send | Recv]) -> int:
+def _piece_bytes(instructions: Sequence[Copy | Send | Forward | Recv]) -> int:
     return sum(instruction.piece.nbytes for instruction in instructions)
 
 

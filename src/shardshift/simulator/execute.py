@@ -1,25 +1,27 @@
-"""Run all programs of a plan in lock step on numpy arrays, in one process.
+"""Run all programs of a plan on numpy arrays, in one process.
 
-The reference for the engine: the same programs, no transport, no torch. Per round
+The reference for the engine: the same programs, no transport, no torch.
 
-1. every device posts its sends, one queue per (source, target) pair;
-2. every device takes its receives from the fronts of those queues, and runs its copies;
-3. every queue must be empty: nothing was sent that nobody awaited.
+1. A device that begins a round takes what it sends out of its arrays, at once, and runs its copies.
+2. A message is delivered when both ends are in the round that holds it (``rendezvous``).
+3. A device whose messages are all delivered begins its next round. When nobody can, all must have ended.
 
-Targets start as poison (NaN, or the highest integer), so an element that no instruction writes shows.
+Targets start as poison (NaN, or the highest integer), so an element that no instruction writes shows. What is
+forwarded must have been received: that is kept by element, since any value may be somebody's state.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schedule import Program
+from ..schedule import Forward, Program, Send
 from ..values import Mismatch, Region, Shard
+from .rendezvous import Message, Rendezvous
 
 Array: TypeAlias = NDArray[Any]
 
@@ -38,41 +40,77 @@ def execute(
         Per device its new shards. A referred shard's array is the very one in ``states``.
 
     Raises:
-        Mismatch: if the two ends of a piece do not meet, or an array is not of its shard's shape.
+        Mismatch: if the two ends of a message do not meet, devices wait for one another, elements are forwarded that
+            have not been received, or an array is not of its shard's shape.
     """
     for device, state in states.items():
         for shard, array in state.items():
             if array.shape != shard.region.shape:
                 raise Mismatch(f"{shard} on device {device}: expected shape {shard.region.shape}, got {array.shape}")
     dtypes = {shard.tensor: array.dtype for state in states.values() for shard, array in state.items()}
-    targets: dict[int, dict[Shard, Array]] = {}
-    for device, program in programs.items():
-        targets[device] = {shard: _poison(shard, dtypes) for shard in program.allocate}
-        targets[device] |= {refer.shard: states[device][refer.shard] for refer in program.refers}
+    devices = {device: _Device(program, states.get(device, {}), dtypes) for device, program in programs.items()}
+    rendezvous = Rendezvous(programs)
+    through, ready = deque(programs), deque[Message]()
+    while through or ready:
+        if through:
+            device = through.popleft()
+            if rendezvous.has_more(device):
+                ready += rendezvous.enter_next(device)
+                devices[device].begin(rendezvous.round_of(device))
+                through += [device] if rendezvous.is_through(device) else []
+        else:
+            message = ready.popleft()
+            devices[message.target].receive(message, devices[message.source].outbox[message.target])
+            through += rendezvous.complete(message)
+    rendezvous.check_finished()
+    return {device: one.targets for device, one in devices.items()}
 
-    for index in range(len(next(iter(programs.values())).rounds) if programs else 0):
-        wires: dict[tuple[int, int], deque[tuple[Shard, Array]]] = {}
-        for device, program in programs.items():
-            for send in program.rounds[index].sends:
-                payload = _part(states[device][send.source], send.piece.region, send.source.region).copy()
-                wires.setdefault((device, send.peer), deque()).append((send.piece, payload))
-        for device, program in programs.items():
-            for recv in program.rounds[index].recvs:
-                wire = wires.get((recv.peer, device))
-                if not wire or wire[0][0] != recv.piece:
+
+class _Device:
+    """One device's arrays."""
+
+    def __init__(self, program: Program, state: Mapping[Shard, Array], dtypes: Mapping[Any, np.dtype[Any]]) -> None:
+        self._program, self._state = program, state
+        self.targets = {shard: _poison(shard, dtypes) for shard in program.allocate}
+        self.targets |= {refer.shard: state[refer.shard] for refer in program.refers}
+        self._received = {
+            send.source: np.zeros(send.source.region.shape, np.bool_)
+            for step in program.rounds
+            for send in step.sends
+            if isinstance(send, Forward)
+        }
+        self.outbox: dict[int, list[Array]] = {}
+
+    def begin(self, index: int) -> None:
+        """Fill the outbox, and copy."""
+        step = self._program.rounds[index]
+        self.outbox = {}
+        for send in step.sends:
+            self.outbox.setdefault(send.peer, []).append(self._payload(send, index).copy())
+        for copy in step.copies:
+            part = _part(self._state[copy.source], copy.piece.region, copy.source.region)
+            _part(self.targets[copy.target], copy.piece.region, copy.target.region)[...] = part
+
+    def receive(self, message: Message, payloads: list[Array]) -> None:
+        """Put what a peer has sent in its place."""
+        for recv, payload in zip(message.recvs, payloads, strict=True):
+            _part(self.targets[recv.target], recv.piece.region, recv.target.region)[...] = payload
+            if recv.target in self._received:
+                _part(self._received[recv.target], recv.piece.region, recv.target.region)[...] = True
+
+    def _payload(self, send: Send | Forward, index: int) -> Array:
+        match send:
+            case Send(piece, source, _):
+                return _part(self._state[source], piece.region, source.region)
+            case Forward(piece, source, peer):
+                if not _part(self._received[source], piece.region, source.region).all():
                     raise Mismatch(
-                        f"round {index}, device {recv.peer} to {device}: expected {recv.piece}, "
-                        f"got {wire[0][0] if wire else 'nothing'}; what to do: compile both programs from one plan"
+                        f"device {self._program.device}, round {index}: forwards {piece} to device {peer} and has not "
+                        "received all of it in an earlier round; what to do: compile the programs anew from the plan"
                     )
-                _, payload = wire.popleft()
-                _part(targets[device][recv.target], recv.piece.region, recv.target.region)[...] = payload
-            for copy in program.rounds[index].copies:
-                part = _part(states[device][copy.source], copy.piece.region, copy.source.region)
-                _part(targets[device][copy.target], copy.piece.region, copy.target.region)[...] = part
-        for (source, target), wire in wires.items():
-            if wire:
-                raise Mismatch(f"round {index}, device {source} to {target}: nobody awaits {wire[0][0]}")
-    return targets
+                return _part(self.targets[source], piece.region, source.region)
+            case _:
+                assert_never(send)
 
 
 def _poison(shard: Shard, dtypes: Mapping[Any, np.dtype[Any]]) -> Array:
