@@ -24,8 +24,17 @@ def test_a_member_is_who_the_launcher_says(launched: dist.Store) -> None:
     assert job_store(launched).get("key") == b"value"
 
 
-def test_without_a_number_all_devices_are_on_one_node(launched: dist.Store) -> None:
+def test_without_a_number_all_devices_are_on_one_node(launched: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert Member.from_launcher(timeout_s=10.0).topology == Topology(1, 4)
+
+
+@pytest.mark.parametrize(("local", "topology"), [(2, Topology(2, 2)), (4, Topology(1, 4)), (3, Topology(1, 4))])
+def test_the_launcher_says_how_many_are_on_a_node(
+    launched: dist.Store, monkeypatch: pytest.MonkeyPatch, local: int, topology: Topology
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    assert Member.from_launcher(timeout_s=10.0).topology == topology
 
 
 def test_nodes_that_are_not_full_are_refused(launched: dist.Store) -> None:

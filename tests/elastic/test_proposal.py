@@ -7,9 +7,15 @@ from shardshift.elastic.proposal import Proposal, refusal
 from shardshift.values import Infeasible, ParallelConfig, ShardshiftError, Unaccounted
 
 PROPOSAL = Proposal(
-    ParallelConfig(pp=2), ParallelConfig(tp=3), prev_devices=(4, 1), curr_devices=(0, 1, 2), iteration=7, moments=True,
+    ParallelConfig(pp=2),
+    ParallelConfig(tp=3),
+    prev_devices=(4, 1),
+    curr_devices=(0, 1, 2),
+    usable=(0, 1, 2, 3),
+    iteration=7,
+    moments=True,
     digest="abc",
-)  # fmt: skip
+)
 
 
 def test_a_proposal_arrives_as_it_was_sent() -> None:

@@ -59,7 +59,9 @@ def train_elastic(send: Send, task: Task, start: str, changes: Changes, folder: 
     send(("helpers", checkpoint.start_helpers()))
     recipe, adapter = task.recipe, task.adapter()
     member = Member.from_launcher(devices_per_node=task.devices_per_node, timeout_s=task.timeout_s)
-    with session(adapter, start, resizes=Script(changes), member=member, timeout_s=task.timeout_s) as elastic:
+    # The nodes are pretended, and the demo shows the least movement: bytes come before nodes.
+    script = Script(changes)
+    with session(adapter, start, resizes=script, member=member, prefer="bytes", timeout_s=task.timeout_s) as elastic:
         job = elastic.start(lambda job: set_initial_weights(job, recipe.seed))
         if elastic.reports and job:
             _after_change(send, job, elastic.reports[-1], folder)

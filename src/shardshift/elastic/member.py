@@ -27,10 +27,10 @@ class Member:
 
     @classmethod
     def from_launcher(cls, *, devices_per_node: int | None = None, timeout_s: float = 30.0) -> Member:
-        """From what torchrun (or srun, or an operator) sets: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+        """From what torchrun (or srun, or an operator) sets: RANK, WORLD_SIZE, MASTER_*.
 
         Args:
-            devices_per_node: processes on each node; None if all are on one.
+            devices_per_node: processes on each node; None for LOCAL_WORLD_SIZE, which torchrun sets, or else all on one.
             timeout_s: how long to wait for the store.
 
         Raises:
@@ -38,7 +38,9 @@ class Member:
             Infeasible: if WORLD_SIZE is not a multiple of ``devices_per_node``.
         """
         store, device, devices = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-        per_node = devices_per_node or devices
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
+        # A launcher's nodes of unequal size are no grid: then one node, as if nothing were known.
+        per_node = devices_per_node or (local if devices % local == 0 else devices)
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return cls(job_store(store, attempt), device, Topology.of(devices, per_node))
 

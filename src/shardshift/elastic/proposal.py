@@ -24,6 +24,7 @@ class Proposal:
         curr: configuration after.
         prev_devices: per virtual rank of ``prev`` its device.
         curr_devices: per virtual rank of ``curr`` its device.
+        usable: the devices that could have run a rank of ``curr``; what is the least hangs on them.
         iteration: optimizer steps finished.
         moments: whether the optimizer has moments to move.
         digest: of the lead's plan.
@@ -33,6 +34,7 @@ class Proposal:
     curr: ParallelConfig
     prev_devices: tuple[int, ...]
     curr_devices: tuple[int, ...]
+    usable: tuple[int, ...]
     iteration: int
     moments: bool
     digest: str
@@ -49,6 +51,7 @@ class Proposal:
             curr=str(self.curr),
             prev_devices=self.prev_devices,
             curr_devices=self.curr_devices,
+            usable=self.usable,
             iteration=self.iteration,
             moments=self.moments,
             digest=self.digest,
@@ -69,6 +72,7 @@ class Proposal:
             ParallelConfig.parse(record["curr"]),
             tuple(record["prev_devices"]),
             tuple(record["curr_devices"]),
+            tuple(record["usable"]),
             record["iteration"],
             record["moments"],
             record["digest"],

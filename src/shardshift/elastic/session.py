@@ -54,6 +54,8 @@ class Session(Generic[J]):
     ) -> None:
         if settings.policy not in ("auto", "keep"):
             raise Infeasible(f"unknown policy {settings.policy!r}; what to do: use 'auto' or 'keep'")
+        if settings.prefer not in ("nodes", "bytes"):
+            raise Infeasible(f"unknown preference {settings.prefer!r}; what to do: use 'nodes' or 'bytes'")
         if config.world_size > member.topology.devices:
             raise too_few_devices(config, member.topology.devices)
         self.reports: list[ResizeReport] = []
@@ -345,6 +347,7 @@ def session(
     resizes: ResizeSource | None = None,
     member: Member | None = None,
     policy: str = "auto",
+    prefer: str = "nodes",
     timeout_s: float = 30.0,
     staging_bytes: int = 64 << 20,
     on_round: Callable[[RoundEvent], None] = lambda event: None,
@@ -358,17 +361,19 @@ def session(
         member: this process's membership; None to take it from the launcher's environment variables.
         policy: ``"auto"`` (keep sources whole until the commit if they and the targets fit memory together, else
             refuse) or ``"keep"`` (the same without asking for memory to spare).
+        prefer: where new ranks run on several nodes. ``"nodes"``: tensor parallel groups on as few nodes as can be, then
+            as many whole nodes free as can be, then as few moved bytes; ``"bytes"``: as few moved bytes as can be.
         timeout_s: the longest that a collective, an agreement or a round may take.
         staging_bytes: the most that one device sends or receives in one round.
         on_round: called after each round of a move.
 
     Raises:
-        Infeasible: if the layout or the policy cannot be.
+        Infeasible: if the layout, the policy or the preference cannot be.
     """
     return Session(
         adapter,
         member or Member.from_launcher(timeout_s=timeout_s),
         ParallelConfig.parse(layout) if isinstance(layout, str) else layout,
         resizes or Script({}),
-        Settings(policy, timeout_s, staging_bytes, on_round),
+        Settings(policy, prefer, timeout_s, staging_bytes, on_round),
     )

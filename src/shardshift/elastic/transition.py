@@ -31,12 +31,14 @@ class Settings:
 
     Attributes:
         policy: ``"auto"`` or ``"keep"``; see ``session``.
+        prefer: ``"nodes"`` or ``"bytes"``; see ``session``.
         timeout_s: the longest that a collective, an agreement or a round may take.
         staging_bytes: the most that one device sends or receives in one round.
         on_round: called after each round.
     """
 
     policy: str
+    prefer: str
     timeout_s: float
     staging_bytes: int
     on_round: Callable[[RoundEvent], None]
@@ -106,9 +108,16 @@ class Transition(Generic[J]):
             change = self._adapter.change(job.config, target, moments=moments)
             gone = self._control.gone()
             usable = [device for device in range(self._topology.devices) if device not in gone]
-            plan = self._plan(change, devices, usable, None)
+            plan = self._plan(change, devices, usable, target, None)
             proposal = Proposal(
-                job.config, target, tuple(devices), plan.curr.devices, resize.iteration, moments, plan.digest
+                job.config,
+                target,
+                tuple(devices),
+                plan.curr.devices,
+                tuple(usable),
+                resize.iteration,
+                moments,
+                plan.digest,
             )
             derived, wire = self._derived(plan, change), proposal.to_wire()
         except Exception as error:  # every rank waits for this record: whatever happened must reach them
@@ -130,7 +139,7 @@ class Transition(Generic[J]):
         """This rank's own plan; or what is wrong, for ``agree`` to tell."""
         try:
             change = self._adapter.change(proposal.prev, proposal.curr, moments=proposal.moments)
-            plan = self._plan(change, proposal.prev_devices, proposal.curr_devices, proposal.curr_devices)
+            plan = self._plan(change, proposal.prev_devices, proposal.usable, proposal.curr, proposal.curr_devices)
             if plan.digest != proposal.digest:
                 raise Mismatch(
                     f"device {self._control.device} derives plan {plan.digest}, the lead {proposal.digest}; nothing "
@@ -256,14 +265,22 @@ class Transition(Generic[J]):
         return Derived(plan, change, compile_program(plan, self._control.device, self._settings.staging_bytes))
 
     def _plan(
-        self, change: Change[J], prev_devices: Sequence[int], usable: Sequence[int], placement: Sequence[int] | None
+        self,
+        change: Change[J],
+        prev_devices: Sequence[int],
+        usable: Sequence[int],
+        target: ParallelConfig,
+        placement: Sequence[int] | None,
     ) -> Plan:
+        by_nodes = self._settings.prefer == "nodes"
         return make_plan(
             PlacedLayout(change.prev, tuple(prev_devices)),
             change.curr,
             devices=usable,
             topology=self._topology,
             placement=placement,
+            group_size=target.tp if by_nodes else 1,
+            node_worth_bytes=None if by_nodes else 0,
         )
 
     def _check_memory(self, program: Program, sharers: int) -> None:
