@@ -6,15 +6,18 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
 
-from ..values import Infeasible, ShardshiftError
+from ..plan.methods import Method
+from ..plan.summary import STAGING_BYTES
+from ..values import Infeasible, ShardshiftError, StateLost
+from . import options
 
 INFEASIBLE: Final = 3
-"""Exit status where something asked for cannot be; 1 is any other failure, 2 wrong usage."""
+"""Exit status where something asked for cannot be (lost state included); 1: any other failure, 2: wrong usage."""
 
 _DEMO_STEPS, _QUICK_STEPS = 60, 10
 
@@ -52,6 +55,93 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command()
+def plan(
+    prev: options.Prev,
+    curr: options.Curr,
+    model: options.ModelName = None,
+    layers: options.Size = None,
+    hidden: options.Size = None,
+    heads: options.Size = None,
+    kv_heads: options.Size = None,
+    ffn: options.Size = None,
+    vocab: options.Size = None,
+    experts: options.Size = None,
+    topology: options.TopologyName = None,
+    nodes: options.Nodes = None,
+    devices_per_node: options.DevicesPerNode = None,
+    method: options.MethodName = Method.EXACT,
+    lost: options.Lost = None,
+    devices: options.Devices = None,
+    prev_devices: options.PrevDevices = None,
+    zero1: options.Zero1 = False,
+    node_worth: options.NodeWorth = None,
+    staging: options.Staging = STAGING_BYTES,
+    as_json: options.AsJson = False,
+) -> None:
+    """Say what a change of layout moves, how long it takes, and how far both are from the least there is."""
+    asked = options.request(**_asked(locals()))
+    from .plan import print_plan
+
+    print_plan(asked, as_json=as_json)
+
+
+@app.command()
+def explain(
+    prev: options.Prev,
+    curr: options.Curr,
+    model: options.ModelName = None,
+    layers: options.Size = None,
+    hidden: options.Size = None,
+    heads: options.Size = None,
+    kv_heads: options.Size = None,
+    ffn: options.Size = None,
+    vocab: options.Size = None,
+    experts: options.Size = None,
+    topology: options.TopologyName = None,
+    nodes: options.Nodes = None,
+    devices_per_node: options.DevicesPerNode = None,
+    method: options.MethodName = Method.EXACT,
+    lost: options.Lost = None,
+    devices: options.Devices = None,
+    prev_devices: options.PrevDevices = None,
+    zero1: options.Zero1 = False,
+    node_worth: options.NodeWorth = None,
+    staging: options.Staging = STAGING_BYTES,
+    program: Annotated[
+        int | None,
+        typer.Option(
+            "--program", metavar="RANK", min=0, help="Print the program of this device instead.", show_default=False
+        ),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show why a plan is as it is: cost matrices, pairs, who sits where before and after, one device's program."""
+    asked = options.request(**_asked(locals()))
+    from .explain import print_explanation
+
+    print_explanation(asked, program=program, as_json=as_json)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="'list' names them.", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+    docs: Annotated[
+        bool, typer.Option("--docs", help="Only write the saved result into docs/performance.md; run nothing.")
+    ] = False,
+) -> None:
+    """Run a benchmark of this checkout, and save what came out in benchmarks/results."""
+    from .bench import run_bench
+
+    run_bench(name, as_json=as_json, docs=docs)
+
+
+def _asked(values: dict[str, Any]) -> dict[str, Any]:
+    """What a command's options ask of ``options.request``."""
+    return {key: value for key, value in values.items() if key not in ("as_json", "program")}
+
+
 def main() -> None:
     """Run the command line; an error that shardshift raises on purpose is one line on stderr, never a traceback."""
     # What a batch system sends: leave as for Ctrl-C, so that processes are ended and folders removed.
@@ -63,4 +153,4 @@ def main() -> None:
         console = Console(stderr=True, soft_wrap=True, highlight=False)
         console.print("error: ", end="", style="bold red")
         console.print(f"{kind}{error}", markup=False)
-        sys.exit(INFEASIBLE if isinstance(error, Infeasible) else 1)
+        sys.exit(INFEASIBLE if isinstance(error, Infeasible | StateLost) else 1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from ..elastic import ResizeReport
+if TYPE_CHECKING:  # the other reports are of plans, and need no torch
+    from ..elastic import ResizeReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,258 @@
+"""``shardshift plan``, ``explain`` and ``bench`` as they are typed: exit codes, what is on stdout, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from shardshift.cli import main
+from shardshift.cli.options import device_list
+from shardshift.values import ParallelConfig
+
+SMALL = ["--layers", "8", "--hidden", "64", "--heads", "8", "--vocab", "100"]
+KEYS = [
+    *("prev", "curr", "method", "digest", "state_bytes", "referred_bytes", "copied_bytes", "moved_bytes"),
+    *("cross_node_bytes", "least_moved_bytes", "lower_bound_s", "predicted_s", "peak_extra_bytes", "free_nodes"),
+    *("cross_node_tp_groups", "plan_s", "pairs", "instructions"),
+]
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Shell = Callable[..., Done]
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    """Run a command line in this process."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["shardshift", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1 if ended.code else 0
+        out, err = capsys.readouterr()
+        return Done(code, out, err)
+
+    return run
+
+
+# plan
+
+
+def test_json_has_stdout_to_itself_and_the_agreed_keys(shell: Shell) -> None:
+    done = shell("plan", "pp4tp2", "pp6tp4", "--model", "gpt3-32b", "--topology", "cluster-a", "--json")
+    assert done.code == 0
+    record = done.json
+    assert list(record) == KEYS
+    assert list(record["instructions"]) == ["refer", "copy", "send", "recv", "forward"]
+    assert [pair["curr"] for pair in record["pairs"]] == list(range(24))
+    assert record["free_nodes"] == 26
+    assert record["least_moved_bytes"] <= record["moved_bytes"]
+    assert record["lower_bound_s"] <= record["predicted_s"]
+    assert "the lower bound" in done.err
+
+
+def test_words_are_on_stdout_and_fit_80_columns(shell: Shell) -> None:
+    done = shell("plan", "pp4tp2dp3", "pp4tp8", *SMALL, "--devices-per-node", "4")
+    assert (done.code, done.err) == (0, "")
+    assert "pp4tp2dp3 → pp4tp8dp1, 8 layers of 64, exact" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+
+
+def test_methods_differ_in_what_they_move(shell: Shell) -> None:
+    moved = {}
+    for method in ("exact", "paper", "migrate-then-defragment"):
+        record = shell("plan", "pp8", "pp4", *SMALL, "--devices-per-node", "4", "--method", method, "--json").json
+        assert record["method"] == method
+        moved[method] = record["moved_bytes"], record["free_nodes"]
+    assert moved["exact"][1] == moved["migrate-then-defragment"][1] == 1
+    assert moved["paper"][1] == 0
+    assert moved["exact"][0] < moved["migrate-then-defragment"][0]
+
+
+def test_no_free_node_is_worth_any_byte_if_it_is_worth_nothing(shell: Shell) -> None:
+    asked = ["plan", "pp8", "pp4", *SMALL, "--devices-per-node", "4", "--json"]
+    bytes_alone = shell(*asked, "--node-worth", "0").json
+    assert bytes_alone["moved_bytes"] == bytes_alone["least_moved_bytes"]
+    assert shell(*asked).json["free_nodes"] == 1
+
+
+def test_only_listed_devices_run_the_new_layout_and_the_others_leave(shell: Shell) -> None:
+    asked = ["plan", "pp4", "pp3", *SMALL, "--prev-devices", "4-6,9", "--devices", "5,6,20-21", "--json"]
+    record = shell(*asked).json
+    assert {pair["device"] for pair in record["pairs"]} <= {5, 6, 20, 21}
+    assert {pair["device"]: pair["prev"] for pair in record["pairs"]}[5] == 1
+
+
+def test_lost_devices_are_made_good_by_replicas_or_refused_with_names(shell: Shell) -> None:
+    done = shell("plan", "pp2dp2", "pp2", *SMALL, "--lost", "1,2", "--json")
+    assert done.code == 0
+    assert {pair["device"] for pair in done.json["pairs"]} == {0, 3}
+    done = shell("plan", "pp2dp2", "pp2", *SMALL, "--lost", "0,1", "--json")
+    assert (done.code, done.out) == (3, "")
+    assert "error: StateLost: " in done.err
+    assert "decoder.layers.0." in done.err
+    assert "and " in done.err
+    assert len(done.err) < 1500
+
+
+def test_a_zero1_job_is_planned_by_ranges(shell: Shell) -> None:
+    whole, ranges = (shell("plan", "pp2dp2", "pp2dp4", *SMALL, *more, "--json").json for more in ([], ["--zero1"]))
+    assert ranges["state_bytes"] == whole["state_bytes"]
+    assert ranges["moved_bytes"] < whole["moved_bytes"]
+
+
+def test_a_job_of_thousands_has_its_pairs_in_runs(shell: Shell) -> None:
+    record = shell("plan", "pp2dp2200", "pp2dp2400", *SMALL, "--devices-per-node", "8", "--json").json
+    assert len(record["pairs"]) < 20
+    assert sum(run.get("count", 1) for run in record["pairs"]) == 4800
+
+
+def test_a_model_may_be_a_file_and_a_topology_too(shell: Shell, tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 16, "vocab_size": 60}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "cluster.toml").write_text("nodes = 2\ndevices_per_node = 2\n[device]\ngbit_per_s = 8\n")
+    files = ["--model", str(tmp_path / "config.json"), "--topology", str(tmp_path / "cluster.toml")]
+    done = shell("plan", "pp4", "pp2", *files, "--json")
+    assert done.code == 0
+    assert done.json["lower_bound_s"] >= done.json["least_moved_bytes"] / 4 / 1e9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["pp4", "pp4x"], "not a parallel configuration"),
+        (["pp4tp3", "pp4"], "heads 32 is not divisible by tp 3"),
+        (["pp4", "pp2", "--model", "gpt5"], "no model is called 'gpt5'"),
+        (["pp4", "pp2", "--model", "missing.json"], "cannot be read"),
+        (["pp4", "pp2", "--topology", "cluster-z"], "no topology 'cluster-z'"),
+        (["pp4", "pp8", "--devices", "0-3"], "needs 8 devices, 4 are available"),
+        (["pp4", "pp2", "--nodes", "1", "--devices-per-node", "2"], "outside a topology"),
+        (["pp4", "pp2", "--lost", "2", "--devices", "0-3"], "are lost, yet offered"),
+        (["pp16", "pp8", "--model", "gpt3-64b", "--topology", "cluster-a"], "its memory is 42949672960"),
+        (["pp4", "pp2cp2", "--method", "paper"], "knows only pp, tp, dp"),
+        (["pp4", "pp2dp99999999"], "has 199999998 ranks"),
+    ],
+)
+def test_what_cannot_be_ends_with_3_and_says_why(shell: Shell, arguments: list[str], says: str) -> None:
+    done = shell("plan", *arguments, "--json")
+    assert (done.code, done.out) == (3, "")
+    assert says in done.err
+    assert "what to do" in done.err.lower()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["pp4"],
+        ["pp4", "pp2", "--method", "guess"],
+        ["pp4", "pp2", "--devices", "0-x"],
+        ["pp4", "pp2", "--devices", "0,0"],
+        ["pp4", "pp2", "--lost", "3-1"],
+        ["pp4", "pp2", "--model", "gpt3-6.7b", "--layers", "4"],
+        ["pp4", "pp2", "--layers", "4"],
+        ["pp4", "pp2", "--nodes", "4"],
+        ["pp4", "pp2", "--topology", "cluster-a", "--nodes", "4"],
+        ["pp4", "pp2", "--staging", "0"],
+        ["pp4", "pp2", "--devices", "0-999999999"],
+        ["pp4", "pp2", "--unknown"],
+    ],
+)
+def test_wrong_usage_ends_with_2(shell: Shell, arguments: list[str]) -> None:
+    done = shell("plan", *arguments)
+    assert (done.code, done.out) == (2, "")
+
+
+def test_lists_of_devices_are_numbers_and_ranges_in_the_order_given() -> None:
+    assert device_list("8-10,3, 5", "--devices") == (8, 9, 10, 3, 5)
+    assert device_list(None, "--devices") == ()
+    for wrong in ("1,,2", "-3", "4-2", "1,0-1", "a", "0-9999999"):
+        with pytest.raises(typer.BadParameter):
+            device_list(wrong, "--devices")
+
+
+def test_a_plan_is_the_same_for_every_hash_seed_and_needs_no_torch() -> None:
+    script = (
+        "import sys; from shardshift.cli import main; sys.argv = ['shardshift', 'plan', 'pp4tp2dp2', 'pp2tp4dp3', "
+        f"'--devices-per-node', '4', '--json', *{SMALL!r}]; main(); sys.exit('torch' in sys.modules)"
+    )
+    digests = set()
+    for seed in ("1", "2"):
+        run = subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        digests.add(json.loads(run.stdout)["digest"])
+    assert len(digests) == 1
+
+
+# explain
+
+
+def test_explain_shows_matrices_pairs_and_devices(shell: Shell) -> None:
+    done = shell("explain", "pp4tp2", "pp6tp4", "--layers", "24", *SMALL[2:], "--devices-per-node", "4", "--json")
+    assert done.code == 0
+    assert done.json["paper"]["pp"]["cost"][1] == [2, 2, 4, 4]
+    assert len(done.json["pairs"]) == ParallelConfig.parse("pp6tp4").world_size
+    for heading in ("PP: ", "TP: ", "Both, merged", "Workloads", "Exact, in MiB", "Pairs", "Devices by node"):
+        assert heading in done.err
+    assert max(map(len, done.err.splitlines())) <= 80
+
+
+def test_explain_prints_the_program_of_a_device(shell: Shell) -> None:
+    done = shell("explain", "pp4", "pp2", *SMALL, "--devices-per-node", "2", "--program", "3", "--json")
+    assert done.code == 0
+    (program,) = done.json
+    assert program["device"] == 3
+    assert done.err.startswith("device 3: ")
+    assert "send " in done.err
+    assert " to device " in done.err
+
+
+def test_two_phases_are_two_programs(shell: Shell) -> None:
+    asked = ["pp8", "pp4", *SMALL, "--devices-per-node", "4", "--method", "migrate-then-defragment"]
+    assert len(shell("explain", *asked, "--program", "0", "--json").json) == 2
+
+
+def test_a_device_that_takes_no_part_has_no_program(shell: Shell) -> None:
+    done = shell("explain", "pp4", "pp2", *SMALL, "--program", "77")
+    assert done.code == 3
+    assert "device 77 has no rank before or after" in done.err
+
+
+# bench
+
+
+def test_bench_lists_the_planner(shell: Shell) -> None:
+    done = shell("bench", "list", "--json")
+    assert done.code == 0
+    assert done.json["planner"].startswith("Planning")
+    assert shell("bench", "nothing").code == 3
