@@ -304,3 +304,11 @@ def test_layouts_that_differ_in_anything_have_other_digests() -> None:
     ]
     assert len({layout.digest for layout in found}) == len(found) == len(set(found))
     assert found[0] != "anything else"
+
+
+def test_roles_of_one_rank_that_hold_the_same_part_are_refused() -> None:
+    halves = [(0, 0, (0, 0), (2, 3)), (1, 0, (1, 0), (4, 3))]
+    with pytest.raises(Mismatch, match=r"rank 1 plays roles \[0, 1\], of which two hold the same part"):
+        of_columns(halves, ranks=((0, 2), (0, 1)))
+    apart = [halves[0], (1, 0, (2, 0), (4, 3))]
+    assert len(of_columns(apart, ranks=((0, 1),)).shards(0)) == 2

@@ -28,9 +28,9 @@ from scipy.sparse import csr_array
 
 from ..values import Infeasible, PlacedLayout, Topology
 from ..values.boxes import Ints
-from .candidates import Candidates
+from .candidates import FRESH, Candidates
 from .classes import Classes
-from .lists import Lists, is_in, number_rows, number_values
+from .lists import Lists, number_rows, number_values
 from .nodes import Slots, open_nodes
 from .pairing import Savings, pair
 from .ranges import Ranges
@@ -71,9 +71,17 @@ def place(
         _Placing(saved, prev, nodes).place(group_size, per_node, node_worth_bytes, strided=strided)
         for strided in (False, True)[: 1 + (group_size > per_node)]
     ]
-    free, known = np.searchsorted(saved.ids, pairing), np.flatnonzero(is_in(saved.ids, np.sort(prev.device_ids)))
-    candidates = Candidates(saved, nodes, group_size, per_node, node_worth_bytes)
-    return saved.ids[candidates.best(joint, free, known)]
+    candidates = Candidates(saved, nodes, _old_ranks(saved, prev), group_size, per_node, node_worth_bytes)
+    return saved.ids[candidates.best(joint, np.searchsorted(saved.ids, pairing))]
+
+
+def _old_ranks(saved: Savings, prev: PlacedLayout) -> Ints:
+    """Per device its old rank, or ``FRESH``."""
+    rank = np.full(len(saved.ids), FRESH, np.int64)
+    at = np.searchsorted(saved.ids, prev.device_ids)
+    known = np.flatnonzero(saved.ids[np.minimum(at, len(saved.ids) - 1)] == prev.device_ids)
+    rank[at[known]] = known
+    return rank
 
 
 class _Placing:
@@ -85,11 +93,7 @@ class _Placing:
         self._free = np.ones(len(saved.ids), np.bool_)
         self._placed = np.full(len(saved.ranks.of), -1, np.int64)
         # Within a node by old rank, so that old TP groups are together; fresh devices last.
-        rank = np.full(len(saved.ids), prev.layout.world_size, np.int64)
-        at = np.searchsorted(saved.ids, prev.device_ids)
-        known = np.flatnonzero(saved.ids[np.minimum(at, len(saved.ids) - 1)] == prev.device_ids)
-        rank[at[known]] = known
-        self._order = np.lexsort((saved.ids, rank, nodes))
+        self._order = np.lexsort((saved.ids, _old_ranks(saved, prev), nodes))
         self._table = saved.saved_bytes.toarray()
 
     def place(self, group_size: int, devices_per_node: int, node_worth_bytes: int | None, *, strided: bool) -> Ints:

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .boxes import Ints, overlapping_pairs
+from .boxes import Ints, expand, overlapping_pairs
 from .errors import Infeasible, Mismatch
 from .region import Region, overlapping
 from .rows import TOO_FAR, Rows, check_bundles, columns
@@ -131,6 +131,30 @@ class Layout:
             row = int(several[one[twice[0]]])
             tensor = self.tensors[int(np.flatnonzero(self.bundle_of == rows.bundle[row])[0])]
             raise Mismatch(f"{tensor}: role {rows.role[row]} holds boxes that overlap")
+        self._check_roles_together()
+
+    def _check_roles_together(self) -> None:
+        """The roles of one rank must have nothing in common, or it would hold elements twice."""
+        rows, players = self.rows, self.roles_of_rank
+        held = [np.unique(rows.bundle[np.isin(rows.role, column)]) for column in players.T]
+        common, count = np.unique(np.concatenate(held), return_counts=True) if held else (np.empty(0, np.int32),) * 2
+        row = np.flatnonzero(np.isin(rows.bundle, common[count > 1]))
+        if not len(row):
+            return  # as nearly always: parameters in one column, optimizer state in another
+        _, first = np.unique(players, axis=0, return_index=True)
+        rank = np.repeat(first, players.shape[1])
+        start = np.searchsorted(rows.role[row], players[first].reshape(-1))
+        stop = np.searchsorted(rows.role[row], players[first].reshape(-1), side="right")
+        at, place = expand(start, stop - start)
+        row = row[place]
+        key = rank[at] * (int(rows.bundle.max()) + 1) + rows.bundle[row]
+        one, other = overlapping_pairs(key, rows.low[row], rows.high[row], key, rows.low[row], rows.high[row])
+        if (twice := np.flatnonzero(one != other)).size:
+            tensor = self.tensors[int(np.flatnonzero(self.bundle_of == rows.bundle[row[one[twice[0]]]])[0])]
+            roles = players[rank[at[one[twice[0]]]]].tolist()
+            raise Mismatch(
+                f"{tensor}: rank {rank[at[one[twice[0]]]]} plays roles {roles}, of which two hold the same part"
+            )
 
     @cached_property
     def role_count(self) -> int:
