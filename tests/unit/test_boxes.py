@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardshift.values import boxes
-from shardshift.values.boxes import Ints, expand, overlapping_pairs
+from shardshift.values.boxes import Ints, expand, overlapping_pairs, overlapping_within
 
 Columns = tuple[Ints, Ints, Ints]
 
@@ -55,6 +55,18 @@ def test_pairs_are_those_that_looking_at_each_pair_finds(chunk: int, lists: tupl
     assert sorted(found) == all_pairs(one, other)
     assert first.tolist() == sorted(first.tolist())
     assert first.dtype == second.dtype == np.int64
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 22])
+@settings(max_examples=60)
+@given(box_lists())
+def test_within_a_list_each_pair_is_found_once(chunk: int, lists: tuple[Columns, Columns]) -> None:
+    one, _ = lists
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boxes, "_CHUNK", chunk)
+        first, second = overlapping_within(*one)
+    found = sorted((min(pair), max(pair)) for pair in zip(first.tolist(), second.tolist(), strict=True))
+    assert found == [(i, j) for i, j in all_pairs(one, one) if i < j]
 
 
 @settings(max_examples=40)

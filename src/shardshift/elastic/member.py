@@ -30,7 +30,7 @@ class Member:
         """From what torchrun (or srun, or an operator) sets: RANK, WORLD_SIZE, MASTER_*.
 
         Args:
-            devices_per_node: processes on each node; None for LOCAL_WORLD_SIZE, which torchrun sets, or else all on one.
+            devices_per_node: processes on each node; None for torchrun's LOCAL_WORLD_SIZE, or else all on one.
             timeout_s: how long to wait for the store.
 
         Raises:

@@ -361,8 +361,8 @@ def session(
         member: this process's membership; None to take it from the launcher's environment variables.
         policy: ``"auto"`` (keep sources whole until the commit if they and the targets fit memory together, else
             refuse) or ``"keep"`` (the same without asking for memory to spare).
-        prefer: where new ranks run on several nodes. ``"nodes"``: tensor parallel groups on as few nodes as can be, then
-            as many whole nodes free as can be, then as few moved bytes; ``"bytes"``: as few moved bytes as can be.
+        prefer: where new ranks run on several nodes. ``"nodes"``: tensor parallel groups on as few nodes as can be,
+            then as many whole nodes free as can be, then as few moved bytes; ``"bytes"``: as few moved bytes as can be.
         timeout_s: the longest that a collective, an agreement or a round may take.
         staging_bytes: the most that one device sends or receives in one round.
         on_round: called after each round of a move.

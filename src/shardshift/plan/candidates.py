@@ -17,7 +17,7 @@ a node has a price. A search by exchanges was rejected: it finds little more, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -33,6 +33,10 @@ FRESH: Final = int(np.iinfo(np.int64).max)
 
 _MOST_KINDS: Final = 1000
 """Kinds of nodes up to which ranks are dealt anew within nodes."""
+
+
+_NEAR: Final = 10_000
+"""Of a very large job a placement this near the bound (one part in so many) ends the search."""
 
 
 class Candidates:
@@ -60,16 +64,19 @@ class Candidates:
         self._fewest_nodes = -(-group_size // devices_per_node)
         self._worth_bytes = node_worth_bytes
 
-    def best(self, joint: Sequence[Ints], free: Ints) -> Ints:
+    def best(self, joint: Iterable[Ints], free: Ints) -> Ints:
         """The best placement.
 
         Args:
-            joint: solved with the nodes in mind.
+            joint: solved with the nodes in mind; taken one by one, and only if needed.
             free: solved without.
         """
-        if self.price(joint[0]) == self._bound(free):
-            return joint[0]
-        every = [*joint, free, self._in_old_order(free), *self._paired_on(joint[0]), *self._defragmented(free)]
+        solved: list[Ints] = []
+        for at in joint:
+            solved.append(at)
+            if self._as_good_as_any(at, free):
+                return at
+        every = [*solved, free, self._in_old_order(free), *self._paired_on(solved[0]), *self._defragmented(free)]
         if self._worth_bytes is None:  # bytes only matter among the best by nodes, which dealing anew leaves as it is
             nodes = [self._nodes(at) for at in every]
             every = [at for at, found in zip(every, nodes, strict=True) if found == min(nodes)]
@@ -83,6 +90,15 @@ class Candidates:
         if self._worth_bytes is None:
             return crossing, opened, moved_bytes
         return crossing, moved_bytes + opened * self._worth_bytes, opened
+
+    def _as_good_as_any(self, at: Ints, free: Ints) -> bool:
+        """Whether nothing is to be gained; of a job whose ranks are too many for classes, nothing to speak of."""
+        price, bound = self.price(at), self._bound(free)
+        if self._saved.ranges is None:
+            return price == bound
+        crossing, opened = self._nodes(at)
+        near = crossing == 0 and opened == min(bound[1:])
+        return near and max(price) <= max(bound) + max(bound) // _NEAR
 
     def _bound(self, free: Ints) -> tuple[int, ...]:
         """A price that no placement is below."""

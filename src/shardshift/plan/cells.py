@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
 from ..values import Infeasible, Layout, Region, Tensor, subtract_all
-from ..values.boxes import Ints, overlapping_pairs
+from ..values.boxes import Ints, overlapping_pairs, overlapping_within
 from .lists import Lists, distinct, number_rows, number_values
 
 
@@ -336,9 +336,9 @@ def _parts(layout: Layout, bundle_of_joint: Ints, dims: int) -> tuple[Parts, NDA
         Lists.group(part, role, len(first)),  # rows are sorted by role, so each list is
         Lists.group(role, part, layout.role_count),
     )
-    one, other = overlapping_pairs(parts.joint, parts.low, parts.high, parts.joint, parts.low, parts.high)
+    one, _ = overlapping_within(parts.joint, parts.low, parts.high)
     mixed = np.zeros(len(bundle_of_joint), np.bool_)
-    mixed[parts.joint[one[one != other]]] = True
+    mixed[parts.joint[one]] = True
     return parts, mixed
 
 

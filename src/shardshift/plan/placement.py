@@ -67,10 +67,10 @@ def place(
     assert topology is not None
     per_node = topology.devices_per_node
     # A group on several nodes: consecutive ranks on each, or, where ranks of one old slice are to part, every so many.
-    joint = [
+    joint = (
         _Placing(saved, prev, nodes).place(group_size, per_node, node_worth_bytes, strided=strided)
         for strided in (False, True)[: 1 + (group_size > per_node)]
-    ]
+    )
     candidates = Candidates(saved, nodes, _old_ranks(saved, prev), group_size, per_node, node_worth_bytes)
     return saved.ids[candidates.best(joint, np.searchsorted(saved.ids, pairing))]
 

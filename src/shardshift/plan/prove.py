@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from ..values import Layout, Mismatch, Region, StateLost, Tensor, Unaccounted
-from ..values.boxes import Ints, overlapping_pairs
+from ..values.boxes import Ints, overlapping_within
 from .cells import Atoms, Cells, Parts
 from .lists import Lists, distinct, is_in
 from .plan import Plan
@@ -109,9 +109,9 @@ def _same_tensors(prev: Layout, curr: Layout) -> None:
 
 def _prove_cells(cells: Cells) -> None:
     atoms = cells.atoms
-    one, other = overlapping_pairs(atoms.joint, atoms.low, atoms.high, atoms.joint, atoms.low, atoms.high)
-    if (one != other).any():
-        raise Mismatch(f"two atoms of bundle {atoms.joint[one[one != other][0]]} overlap; {_BROKEN}")
+    one, _ = overlapping_within(atoms.joint, atoms.low, atoms.high)
+    if len(one):
+        raise Mismatch(f"two atoms of bundle {atoms.joint[one[0]]} overlap; {_BROKEN}")
     for parts, of_atom, of_cell, uncovered in (
         (cells.prev_parts, atoms.prev_parts, cells.prev_roles, cells.dropped),
         (cells.curr_parts, atoms.curr_parts, cells.curr_roles, cells.missing),

@@ -63,13 +63,39 @@ def overlapping_pairs(
     start = np.searchsorted(np.maximum.accumulate(then_end), begin[:mine], side="right")
     stop = np.searchsorted(then_begin, end[:mine], side="left")
     count = np.maximum(stop - start, 0)
+    return _compared(full, order, start, count, (low, high), (other_low, other_high))
+
+
+def overlapping_within(key: Ints, low: Ints, high: Ints) -> tuple[Ints, Ints]:
+    """Every pair of two boxes of one list and key that share an element, each pair once; arguments as above."""
+    full = np.flatnonzero(np.all(high > low, axis=1))
+    if not len(full):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    keys = key[full]
+    for dim in range(low.shape[1] - 1, 0, -1):
+        keys = _clusters(keys, low[full, dim], high[full, dim])
+    begin, end = _composite(keys, low[full, 0], high[full, 0])
+    by_begin = np.argsort(begin, kind="stable")
+    full, begin, end = full[by_begin], begin[by_begin], end[by_begin]
+    # In this order a box meets, of those behind it, only such as begin before it ends.
+    start = np.arange(1, len(full) + 1)
+    count = np.searchsorted(begin, end, side="left") - start
+    return _compared(full, full, start, count, (low, high), (low, high))
+
+
+def _compared(
+    ones: Ints, others: Ints, start: Ints, count: Ints, boxes: tuple[Ints, Ints], other_boxes: tuple[Ints, Ints]
+) -> tuple[Ints, Ints]:
+    """Of runs of candidates the pairs that do meet: per one a run of others, which have its key."""
+    low, high, other_low, other_high = (np.ascontiguousarray(side.T) for side in (*boxes, *other_boxes))
     found: list[tuple[Ints, Ints]] = []
     for chunk in _chunks(count):
-        ones, others = expand(start[chunk], count[chunk])
-        one, other = full[chunk][ones], order[others]
-        meet = (low[one] < other_high[other]).all(axis=1) & (other_low[other] < high[one]).all(axis=1)
-        meet &= key[one] == other_key[other]
-        found.append((one[meet], other[meet]))
+        run, at = expand(start[chunk], count[chunk])
+        one, other = ones[chunk][run], others[at]
+        for dim in reversed(range(len(low))):  # dim 0 last: it is what the runs are made by
+            meet = (low[dim][one] < other_high[dim][other]) & (other_low[dim][other] < high[dim][one])
+            one, other = one[meet], other[meet]
+        found.append((one, other))
     return np.concatenate([one for one, _ in found]), np.concatenate([other for _, other in found])
 
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .boxes import Ints, expand, overlapping_pairs
+from .boxes import Ints, expand, overlapping_within
 from .errors import Infeasible, Mismatch
 from .region import Region, overlapping
 from .rows import TOO_FAR, Rows, check_bundles, columns
@@ -126,9 +126,9 @@ class Layout:
         _, at, count = np.unique(key, return_inverse=True, return_counts=True)
         several = np.flatnonzero(count[at.reshape(-1)] > 1)
         low, high, key = rows.low[several], rows.high[several], key[several]
-        one, other = overlapping_pairs(key, low, high, key, low, high)
-        if (twice := np.flatnonzero(one != other)).size:
-            row = int(several[one[twice[0]]])
+        one, _ = overlapping_within(key, low, high)
+        if len(one):
+            row = int(several[one[0]])
             tensor = self.tensors[int(np.flatnonzero(self.bundle_of == rows.bundle[row])[0])]
             raise Mismatch(f"{tensor}: role {rows.role[row]} holds boxes that overlap")
         self._check_roles_together()
@@ -148,12 +148,12 @@ class Layout:
         at, place = expand(start, stop - start)
         row = row[place]
         key = rank[at] * (int(rows.bundle.max()) + 1) + rows.bundle[row]
-        one, other = overlapping_pairs(key, rows.low[row], rows.high[row], key, rows.low[row], rows.high[row])
-        if (twice := np.flatnonzero(one != other)).size:
-            tensor = self.tensors[int(np.flatnonzero(self.bundle_of == rows.bundle[row[one[twice[0]]]])[0])]
-            roles = players[rank[at[one[twice[0]]]]].tolist()
+        one, _ = overlapping_within(key, rows.low[row], rows.high[row])
+        if len(one):
+            tensor = self.tensors[int(np.flatnonzero(self.bundle_of == rows.bundle[row[one[0]]])[0])]
+            player = rank[at[one[0]]]
             raise Mismatch(
-                f"{tensor}: rank {rank[at[one[twice[0]]]]} plays roles {roles}, of which two hold the same part"
+                f"{tensor}: rank {player} plays roles {players[player].tolist()}, of which two hold the same part"
             )
 
     @cached_property
