@@ -1,7 +1,8 @@
 """Making a plan: check, pair, find sources, prove.
 
 1. The two layouts must speak of the same state (``account``), and the devices must suffice.
-2. ``place``: the placement of the new ranks that moves the least, with TP groups and free nodes as the topology asks.
+2. ``place``: the placement of the new ranks that moves the least, with TP groups and free nodes as the topology asks;
+   of equals the one that spares slow links and devices (``fast_first``).
 3. ``choose_sources``: who sends what a device lacks.
 4. ``prove``: nothing that the first three steps could get wrong leaves this module.
 
@@ -20,6 +21,7 @@ from .placement import place
 from .plan import Plan
 from .prove import account, prove
 from .sources import choose_sources, wants
+from .speed import fast_first
 
 
 def make_plan(
@@ -46,7 +48,7 @@ def make_plan(
             versions of a solver may break ties differently, so in a running job one rank solves for all.)
         group_size: consecutive ranks that belong on as few nodes as possible: the TP of ``curr``.
         node_worth_bytes: how many more bytes may move for one more whole free node. None means any number: whole
-            nodes first, then bytes. 0 means bytes alone.
+            nodes first, then bytes. 0 means bytes alone: groups may span nodes too.
 
     Raises:
         Infeasible: if there are too few devices, a device is lost and usable at once, or outside the topology,
@@ -68,6 +70,9 @@ def make_plan(
     least, free = least_bytes(saved)
     if placement is None:
         placed = place(saved, free, prev, topology, group_size=group_size, node_worth_bytes=node_worth_bytes)
+        if topology:
+            rank_bytes = cells.curr_role_bytes[curr.roles_of_rank].sum(axis=1)
+            placed = fast_first(saved, placed, rank_bytes, topology, by_node=node_worth_bytes != 0)
     else:
         if strange := sorted(set(placement) - set(usable.tolist())):
             raise Infeasible(f"the placement uses devices {strange}, which are not among those that may run ranks")

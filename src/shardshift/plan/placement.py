@@ -53,7 +53,8 @@ def place(
         prev: who holds what now.
         topology: which devices share a node; None means that all do.
         group_size: consecutive ranks that belong together (TP); divides the number of ranks.
-        node_worth_bytes: how many more bytes may move for one more free node; None means any number.
+        node_worth_bytes: how many more bytes may move for one more free node; None means any number, 0 that nodes do
+            not matter at all.
 
     Raises:
         Infeasible: if the ranks are not whole groups.
@@ -62,7 +63,7 @@ def place(
     if group_size < 1 or ranks % group_size:
         raise Infeasible(f"{ranks} ranks are not groups of {group_size}; what to do: give the TP of the new layout")
     nodes = topology.nodes_of(saved.ids) if topology else np.zeros(len(saved.ids), np.int64)
-    if (nodes == nodes[:1]).all() or (group_size == 1 and node_worth_bytes == 0):
+    if (nodes == nodes[:1]).all() or node_worth_bytes == 0:
         return pairing
     assert topology is not None
     per_node = topology.devices_per_node
