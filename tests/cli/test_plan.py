@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -16,7 +17,9 @@ import pytest
 import typer
 
 from shardshift.cli import main
-from shardshift.cli.options import device_list
+from shardshift.cli.options import byte_size, device_list
+from shardshift.elastic import session
+from shardshift.plan.summary import STAGING_BYTES
 from shardshift.values import ParallelConfig
 
 SMALL = ["--layers", "8", "--hidden", "64", "--heads", "8", "--vocab", "100"]
@@ -79,7 +82,7 @@ def test_json_has_stdout_to_itself_and_the_agreed_keys(shell: Shell) -> None:
 def test_words_are_on_stdout_and_fit_80_columns(shell: Shell) -> None:
     done = shell("plan", "pp4tp2dp3", "pp4tp8", *SMALL, "--devices-per-node", "4")
     assert (done.code, done.err) == (0, "")
-    assert "pp4tp2dp3 → pp4tp8dp1, 8 layers of 64, exact" in done.out
+    assert "pp4tp2dp3 → pp4tp8dp1, 8 layers of 64 (537,472 parameters), exact" in done.out
     assert max(map(len, done.out.splitlines())) <= 80
 
 
@@ -101,6 +104,63 @@ def test_no_free_node_is_worth_any_byte_if_it_is_worth_nothing(shell: Shell) -> 
     assert shell(*asked).json["free_nodes"] == 1
 
 
+def test_more_than_the_least_is_explained_by_what_it_bought(shell: Shell) -> None:
+    asked = ["plan", "pp8", "pp4", *SMALL, "--devices-per-node", "4"]
+    text = " ".join(shell(*asked).out.split())
+    assert "more than the least, for 1 more free node (--node-worth 0: the least)" in text
+    assert "more than the least" not in shell(*asked, "--node-worth", "0").out
+    phases = " ".join(shell(*asked, "--method", "migrate-then-defragment").out.split())
+    assert "more than the least, by its two phases" in phases
+    assert "over all devices; sum of two phases" in phases
+
+
+def test_rates_nodes_and_what_the_time_is_of_are_said(shell: Shell) -> None:
+    done = shell("plan", "pp8", "pp4", *SMALL, "--devices-per-node", "4")
+    assert "on 2 nodes x 4, 25 GB/s a device, 400 Gb/s a node (default rates)" in done.out
+    assert "the move alone, not the pause" in done.out
+    assert "the lower bound of this placement" in done.out
+    assert "of old state" in " ".join(done.out.split())
+    assert "(cluster-b)" in shell("plan", "pp8", "pp4", *SMALL, "--topology", "cluster-b").out
+
+
+def test_many_devices_of_which_no_node_is_known_are_said_to_be_one_node(shell: Shell) -> None:
+    hint = "all devices count as one node: --devices-per-node or --topology"
+    for command in ("plan", "explain"):
+        assert hint in shell(command, "pp1dp18", "pp1dp17", *SMALL).out
+        assert hint not in shell(command, "pp1dp16", "pp1dp15", *SMALL).out
+        assert hint not in shell(command, "pp1dp18", "pp1dp17", *SMALL, "--devices-per-node", "18").out
+
+
+def test_where_nothing_moves_no_lane_is_busiest(shell: Shell) -> None:
+    done = shell("plan", "pp2dp2", "pp2", *SMALL)
+    assert "nothing has to move" in done.out
+    assert "busiest" not in done.out
+    assert "predicted" not in done.out
+
+
+def test_several_layouts_are_compared_on_one_topology(shell: Shell) -> None:
+    asked = ["plan", "pp4tp2", "pp8tp2", "pp4", "pp2tp2"]
+    done = shell(*asked, *SMALL, "--devices-per-node", "4")
+    assert (done.code, done.err) == (0, "")
+    assert "on 4 nodes x 4" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+    records = shell(*asked, *SMALL, "--devices-per-node", "4", "--json").json
+    assert [record["curr"] for record in records] == ["pp8tp2dp1", "pp4tp1dp1", "pp2tp2dp1"]
+    assert all(list(record) == KEYS for record in records)
+    alone = shell("plan", "pp4tp2", "pp8tp2", *SMALL, "--devices-per-node", "4", "--json").json
+    assert {**records[0], "plan_s": 0} == {**alone, "plan_s": 0}
+
+
+def test_of_several_layouts_one_that_cannot_be_leaves_the_others_and_ends_with_3(shell: Shell) -> None:
+    done = shell("plan", "pp4", "pp2", "tp3", *SMALL, "--json")
+    assert done.code == 3
+    good, bad = done.json
+    assert list(good) == KEYS
+    assert (bad["prev"], bad["curr"]) == ("pp4tp1dp1", "pp1tp3dp1")
+    assert "not divisible by tp 3" in bad["error"]
+    assert "pp1tp3dp1 cannot be: " in done.err
+
+
 def test_only_listed_devices_run_the_new_layout_and_the_others_leave(shell: Shell) -> None:
     asked = ["plan", "pp4", "pp3", *SMALL, "--prev-devices", "4-6,9", "--devices", "5,6,20-21", "--json"]
     record = shell(*asked).json
@@ -117,7 +177,15 @@ def test_lost_devices_are_made_good_by_replicas_or_refused_with_names(shell: She
     assert "error: StateLost: " in done.err
     assert "decoder.layers.0." in done.err
     assert "and " in done.err
+    assert "if they still live, use --leave" in done.err
     assert len(done.err) < 1500
+
+
+def test_leaving_devices_send_what_only_they_hold_and_get_no_rank(shell: Shell) -> None:
+    done = shell("plan", "pp2dp2", "pp2", *SMALL, "--leave", "0,1", "--json")
+    assert done.code == 0
+    assert {pair["device"] for pair in done.json["pairs"]} == {2, 3}
+    assert done.json["moved_bytes"] > 0
 
 
 def test_a_zero1_job_is_planned_by_ranges(shell: Shell) -> None:
@@ -156,6 +224,12 @@ def test_a_model_may_be_a_file_and_a_topology_too(shell: Shell, tmp_path: Path) 
         (["pp16", "pp8", "--model", "gpt3-64b", "--topology", "cluster-a"], "its memory is 42949672960"),
         (["pp4", "pp2cp2", "--method", "paper"], "knows only pp, tp, dp"),
         (["pp4", "pp2dp99999999"], "has 199999998 ranks"),
+        (["pp4", "pp2", "--prev-devices", "0-2"], "runs on 4 devices, not on the 3 named"),
+        (["pp4", "pp2", "--lost", "9"], "devices 9 are lost, but pp4tp1dp1 does not run on them"),
+        (["pp4", "pp2", "--leave", "9"], "device 9 of --leave is not one of 4"),
+        (["pp4", "pp2", "--leave", "3", "--lost", "3"], "in --lost and in --leave"),
+        (["pp4", "pp2", "--leave", "3", "--devices", "0-3"], "leave, yet are offered"),
+        (["pp4", "pp4", "--leave", "3"], "needs 4 devices, 3 are available"),
     ],
 )
 def test_what_cannot_be_ends_with_3_and_says_why(shell: Shell, arguments: list[str], says: str) -> None:
@@ -178,6 +252,12 @@ def test_what_cannot_be_ends_with_3_and_says_why(shell: Shell, arguments: list[s
         ["pp4", "pp2", "--nodes", "4"],
         ["pp4", "pp2", "--topology", "cluster-a", "--nodes", "4"],
         ["pp4", "pp2", "--staging", "0"],
+        ["pp4", "pp2", "--staging", "1XiB"],
+        ["pp4", "pp2", "--node-worth", "-1"],
+        ["pp4", "pp2", "--node-worth", "many"],
+        ["pp4", "pp2", "--node-worth", "0", "--method", "paper"],
+        ["pp4", "pp2", "--node-worth", "0", "--method", "migrate-then-defragment"],
+        ["pp4", "pp2", "--leave", "3-1"],
         ["pp4", "pp2", "--devices", "0-999999999"],
         ["pp4", "pp2", "--unknown"],
     ],
@@ -193,6 +273,27 @@ def test_lists_of_devices_are_numbers_and_ranges_in_the_order_given() -> None:
     for wrong in ("1,,2", "-3", "4-2", "1,0-1", "a", "0-9999999"):
         with pytest.raises(typer.BadParameter):
             device_list(wrong, "--devices")
+
+
+def test_sizes_are_bytes_with_or_without_a_unit() -> None:
+    sizes = {"1GiB": 2**30, "512 mib": 2**29, "1.5KiB": 1536, "2GB": 2 * 10**9, "1e9": 10**9, "7": 7, "0": 0, "3B": 3}
+    assert {text: byte_size(text) for text in sizes} == sizes
+    for wrong in ("", "GiB", "1 G", "-1", "1e", "0x10", "1e30", "9223372036854775808", "٣"):
+        with pytest.raises(typer.BadParameter):
+            byte_size(wrong)
+
+
+def test_a_device_stages_what_a_session_stages() -> None:
+    assert inspect.signature(session).parameters["staging_bytes"].default == STAGING_BYTES
+
+
+def test_help_says_what_exit_statuses_mean_and_what_sizes_are_left_out(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    text = " ".join(shell("plan", "--help").out.replace("│", " ").split())
+    for words in ("3 it cannot be", "1 anything else", "4 x hidden", "as many as --heads", "TP groups together, then"):
+        assert words in text
 
 
 def test_a_plan_is_the_same_for_every_hash_seed_and_needs_no_torch() -> None:
@@ -218,28 +319,40 @@ def test_a_plan_is_the_same_for_every_hash_seed_and_needs_no_torch() -> None:
 
 
 def test_explain_shows_matrices_pairs_and_devices(shell: Shell) -> None:
-    done = shell("explain", "pp4tp2", "pp6tp4", "--layers", "24", *SMALL[2:], "--devices-per-node", "4", "--json")
-    assert done.code == 0
+    asked = ["explain", "pp4tp2", "pp6tp4", "--layers", "24", *SMALL[2:], "--devices-per-node", "4"]
+    done = shell(*asked, "--json")
+    assert (done.code, done.err) == (0, "")
     assert done.json["paper"]["pp"]["cost"][1] == [2, 2, 4, 4]
     assert len(done.json["pairs"]) == ParallelConfig.parse("pp6tp4").world_size
-    for heading in ("PP: ", "TP: ", "Both, merged", "Workloads", "Exact, in MiB", "Pairs", "Devices by node"):
-        assert heading in done.err
-    assert max(map(len, done.err.splitlines())) <= 80
+    text = shell(*asked).out
+    for heading in (
+        "PP: ",
+        "TP: ",
+        "Both, merged",
+        "Workloads",
+        "Exact: MiB that a new rank (row)",
+        "Pairs",
+        "Devices by",
+    ):
+        assert heading in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_explain_prints_the_program_of_a_device(shell: Shell) -> None:
-    done = shell("explain", "pp4", "pp2", *SMALL, "--devices-per-node", "2", "--program", "3", "--json")
-    assert done.code == 0
-    (program,) = done.json
+    asked = ["explain", "pp4", "pp2", *SMALL, "--devices-per-node", "2", "--program", "3"]
+    done = shell(*asked, "--json")
+    assert (done.code, done.err) == (0, "")
+    (program,) = done.json["programs"]
     assert program["device"] == 3
-    assert done.err.startswith("device 3: ")
-    assert "send " in done.err
-    assert " to device " in done.err
+    text = shell(*asked).out
+    assert text.startswith("device 3: ")
+    assert text.index("of sent: forwarded") < text.index("round 0: ") < text.index("send ")
+    assert " to device " in text
 
 
 def test_two_phases_are_two_programs(shell: Shell) -> None:
     asked = ["pp8", "pp4", *SMALL, "--devices-per-node", "4", "--method", "migrate-then-defragment"]
-    assert len(shell("explain", *asked, "--program", "0", "--json").json) == 2
+    assert len(shell("explain", *asked, "--program", "0", "--json").json["programs"]) == 2
 
 
 def test_a_device_that_takes_no_part_has_no_program(shell: Shell) -> None:

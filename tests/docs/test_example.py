@@ -1,20 +1,26 @@
-"""The README's example is a program: it runs here with the demo's functions in the place of the user's."""
+"""The README's examples are programs, and run here; the live one with the demo's functions in place of the user's."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from shardshift.elastic import LocalJob
 
 ROOT = Path(__file__).parents[2]
 
 
-def example() -> str:
+def examples() -> list[str]:
+    """The one that plans, and the one that trains."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 1
-    return str(blocks[0])
+    assert len(blocks) == 2
+    return list(map(str, blocks))
 
 
 def run_example(send: Any, code: str) -> None:
@@ -39,10 +45,20 @@ def run_example(send: Any, code: str) -> None:
     exec(compile(code, "README.md", "exec"), names)
 
 
+def test_the_planning_example_of_the_readme_prints_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(examples()[0], "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    command = ["plan", "pp4tp2", "pp6tp4", "--nodes", "6", "--devices-per-node", "4", "--json"]
+    argv = [sys.executable, "-c", "from shardshift.cli import main; main()", *command]
+    record = json.loads(subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout)
+    expected = f"{record['moved_bytes'] / 2**30:.1f} GiB, {record['predicted_s']:.3f} s, plan {record['digest']}\n"
+    assert printed == expected
+
+
 def test_the_example_of_the_readme_trains_through_its_changes_of_layout() -> None:
     layouts: dict[int, set[str]] = {}
     losses: dict[int, float] = {}
-    job = LocalJob(8, run_example, (example(),), timeout_s=30, preload=["shardshift.demo.worker"])
+    job = LocalJob(8, run_example, (examples()[1],), timeout_s=30, preload=["shardshift.demo.worker"])
     with job:
         for _, (iteration, layout, loss) in job.messages():
             layouts.setdefault(iteration, set()).add(layout)

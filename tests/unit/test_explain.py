@@ -60,6 +60,7 @@ def test_what_the_paper_does_not_know_is_said_and_the_rest_is_there() -> None:
     found, _ = explained("pp2tp2", "pp2tp2cp2", layers=4)
     assert found.paper is None
     assert "cp" in found.no_paper
+    assert "what to do" not in found.no_paper  # nothing is wrong
     assert found.to_json()["paper"] is None
     assert "No matrices of the paper" in text(found)
 

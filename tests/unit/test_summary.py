@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardshift.models import Catalogue, Model
 from shardshift.plan.methods import Change, Method, solve
 from shardshift.plan.plan import Plan
-from shardshift.plan.summary import Summary, peak_extra_bytes, require_memory, summarise
+from shardshift.plan.summary import Summary, old_bytes, peak_extra_bytes, require_memory, summarise
 from shardshift.values import Infeasible, ParallelConfig, Topology
 
 MODEL = Model.from_dimensions(layers=5, hidden=24, heads=12, kv_heads=12, vocab=40, positions=4)
@@ -84,6 +84,9 @@ def test_the_peak_is_new_shards_and_staging_of_the_device_that_needs_most(
         extra.append(new + min(sent, staging_bytes) + min(received, staging_bytes))
     assert peak_extra_bytes(plan, staging_bytes).tolist() == extra
     assert found.peak_extra_bytes == max(extra)
+    assert found.old_state_bytes == max(
+        sum(shard.nbytes for shard in plan.prev.shards_on(device)) for device in plan.prev.devices
+    )
 
 
 def test_a_move_that_just_fits_is_allowed_and_one_byte_less_is_refused_by_device() -> None:
@@ -109,6 +112,29 @@ def test_two_phases_are_both_counted_and_the_bound_is_that_of_going_there_at_onc
     assert len(found.prediction) == 2
     assert found.predicted_s == sum(one.seconds for one in found.prediction)
     assert {(pair.curr, pair.device) for pair in found.pairs} == set(enumerate(plans[1].curr.devices))
+
+
+def test_lost_devices_hold_no_old_state() -> None:
+    asked = replace(change(ParallelConfig(pp=2, dp=2), ParallelConfig(pp=2)), devices=(1, 2, 3), lost=(0,))
+    _, (plan,) = planned(asked)
+    held = dict(zip(plan.devices, old_bytes(plan).tolist(), strict=True))
+    assert held[0] == 0
+    assert held[1] == sum(shard.nbytes for shard in plan.prev.shards_on(1)) > 0
+
+
+@settings(max_examples=30)
+@given(prev=CONFIGS, curr=CONFIGS, per_node=st.sampled_from([2, 4]))
+def test_what_moves_more_is_held_against_the_placement_that_moves_least(
+    prev: ParallelConfig, curr: ParallelConfig, per_node: int
+) -> None:
+    asked = change(prev, curr, per_node)
+    found, _ = planned(asked)
+    more = found.moved_bytes > found.least_moved_bytes
+    assert (found.bytes_alone is not None) == (more and asked.topology.nodes > 1)
+    if alone := found.bytes_alone:
+        least, _ = planned(replace(asked, node_worth_bytes=0))
+        assert least.moved_bytes == least.least_moved_bytes
+        assert (alone.free_nodes, alone.cross_node_tp_groups) == (least.free_nodes, least.cross_node_tp_groups)
 
 
 def test_json_has_the_agreed_keys_in_their_order() -> None:

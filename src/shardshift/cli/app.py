@@ -19,6 +19,7 @@ from . import options
 INFEASIBLE: Final = 3
 """Exit status where something asked for cannot be (lost state included); 1: any other failure, 2: wrong usage."""
 
+_EXITS: Final = "Exit status: 0 done, 2 wrong usage, 3 it cannot be (lost state included), 1 anything else."
 _DEMO_STEPS, _QUICK_STEPS = 60, 10
 
 app = typer.Typer(
@@ -55,23 +56,24 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog=_EXITS)
 def plan(
     prev: options.Prev,
-    curr: options.Curr,
+    curr: options.Currs,
     model: options.ModelName = None,
-    layers: options.Size = None,
-    hidden: options.Size = None,
-    heads: options.Size = None,
-    kv_heads: options.Size = None,
-    ffn: options.Size = None,
-    vocab: options.Size = None,
-    experts: options.Size = None,
+    layers: options.Layers = None,
+    hidden: options.Hidden = None,
+    heads: options.Heads = None,
+    kv_heads: options.KvHeads = None,
+    ffn: options.Ffn = None,
+    vocab: options.Vocab = None,
+    experts: options.Experts = None,
     topology: options.TopologyName = None,
     nodes: options.Nodes = None,
     devices_per_node: options.DevicesPerNode = None,
     method: options.MethodName = Method.EXACT,
     lost: options.Lost = None,
+    leave: options.Leave = None,
     devices: options.Devices = None,
     prev_devices: options.PrevDevices = None,
     zero1: options.Zero1 = False,
@@ -79,30 +81,38 @@ def plan(
     staging: options.Staging = STAGING_BYTES,
     as_json: options.AsJson = False,
 ) -> None:
-    """Say what a change of layout moves, how long it takes, and how far both are from the least there is."""
-    asked = options.request(**_asked(locals()))
-    from .plan import print_plan
+    """Say what a change of layout moves, how long it takes, and how far both are from the least there is.
 
-    print_plan(asked, as_json=as_json)
+    With several CURR: one row for each, or with --json a list.
+    """
+    asked = options.requests(**_asked(locals()))
+    from .plan import print_comparison, print_plan
+
+    if len(asked) > 1:
+        if not print_comparison(asked, as_json=as_json):
+            raise typer.Exit(INFEASIBLE)
+        return
+    print_plan(asked[0], as_json=as_json)
 
 
-@app.command()
+@app.command(epilog=_EXITS)
 def explain(
     prev: options.Prev,
     curr: options.Curr,
     model: options.ModelName = None,
-    layers: options.Size = None,
-    hidden: options.Size = None,
-    heads: options.Size = None,
-    kv_heads: options.Size = None,
-    ffn: options.Size = None,
-    vocab: options.Size = None,
-    experts: options.Size = None,
+    layers: options.Layers = None,
+    hidden: options.Hidden = None,
+    heads: options.Heads = None,
+    kv_heads: options.KvHeads = None,
+    ffn: options.Ffn = None,
+    vocab: options.Vocab = None,
+    experts: options.Experts = None,
     topology: options.TopologyName = None,
     nodes: options.Nodes = None,
     devices_per_node: options.DevicesPerNode = None,
     method: options.MethodName = Method.EXACT,
     lost: options.Lost = None,
+    leave: options.Leave = None,
     devices: options.Devices = None,
     prev_devices: options.PrevDevices = None,
     zero1: options.Zero1 = False,
@@ -117,7 +127,7 @@ def explain(
     as_json: options.AsJson = False,
 ) -> None:
     """Show why a plan is as it is: cost matrices, pairs, who sits where before and after, one device's program."""
-    asked = options.request(**_asked(locals()))
+    (asked,) = options.requests(**_asked(locals()) | {"curr": [curr]})
     from .explain import print_explanation
 
     print_explanation(asked, program=program, as_json=as_json)
@@ -131,7 +141,7 @@ def bench(
         bool, typer.Option("--docs", help="Only write the saved result into docs/performance.md; run nothing.")
     ] = False,
 ) -> None:
-    """Run a benchmark of this checkout, and save what came out in benchmarks/results."""
+    """Run a benchmark of this checkout, and overwrite its result in benchmarks/results; --docs has to follow."""
     from .bench import run_bench
 
     run_bench(name, as_json=as_json, docs=docs)

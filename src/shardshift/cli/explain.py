@@ -9,6 +9,8 @@ from rich.console import Console
 from ..plan.plan import Plan
 from ..report.explain import explain
 from ..report.explain_tables import explanation_tables
+from ..report.plan import cluster_line
+from ..report.program import peer_table
 from ..schedule import Program, compile_program, describe
 from ..values import Infeasible
 from .options import Request
@@ -20,30 +22,38 @@ def print_explanation(request: Request, *, program: int | None, as_json: bool) -
     Args:
         request: what was asked.
         program: the device whose program is wanted; None for the explanation.
-        as_json: print JSON on stdout, and the words on stderr.
+        as_json: print JSON on stdout instead; of a program, ``{"programs": [...]}``, one for each phase.
 
     Raises:
         Infeasible: if the change cannot be, or the plan does not know the device.
         StateLost: if lost devices held what nobody else holds.
     """
     plans, _ = request.plan()
-    console = Console(stderr=as_json, soft_wrap=program is not None, highlight=False)
+    console = Console(soft_wrap=program is not None, highlight=False)
     if program is not None:
         programs = [_program(plan, program, request.staging_bytes) for plan in plans]
-        for one in programs:
-            for line in describe(one):
-                console.print(line, markup=False)
         if as_json:
-            print(json.dumps([one.to_json() for one in programs]))
+            print(json.dumps({"programs": [one.to_json() for one in programs]}))
+            return
+        for one in programs:
+            summary, *details = describe(one)
+            console.print(summary, markup=False)
+            console.print(peer_table(one))
+            for line in details:
+                console.print(line, markup=False)
         return
     explained = explain(request.change, plans)
-    console.print(f"{request.change.prev} → {request.change.curr}, {request.model_name}, {request.method}")
+    if as_json:
+        print(json.dumps(explained.to_json()))
+        return
+    console.print(f"{request.change.prev} → {request.change.curr}, {request.model_title}, {request.method}")
+    console.print(f"on {cluster_line(request.change.topology, request.rates_from)}")
+    if request.hint:
+        console.print(request.hint)
     for title, table in explanation_tables(explained):
         console.print(f"\n{title}", style="bold")
         if table:
             console.print(table)
-    if as_json:
-        print(json.dumps(explained.to_json()))
 
 
 def _program(plan: Plan, device: int, staging_bytes: int) -> Program:

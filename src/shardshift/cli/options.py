@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
 import typer
 
 from ..models import PRESETS as MODELS
-from ..models import Catalogue, Model, preset
+from ..models import Catalogue, Model, parameter_count, preset
 from ..plan.methods import Change, Method, solve
 from ..plan.plan import Plan
-from ..plan.summary import require_memory
+from ..plan.summary import STAGING_BYTES, require_memory
+from ..report.plan import model_title
 from ..values import Infeasible, ParallelConfig, StateLost, Topology
 from ..values.topology import PRESETS as TOPOLOGIES
 
@@ -23,9 +25,37 @@ DEFAULT_MODEL: Final = "gpt3-6.7b"
 _NAMES_SHOWN: Final = 6
 _MOST_DEVICES: Final = 2**21
 """Beyond this, numbers are taken for a slip of the keyboard rather than planned for."""
+_LIKELY_NODE: Final = 16
+"""More devices than this are hardly one machine, so that they count as one node is said."""
+_UNITS: Final = {"": 1, "b": 1} | {
+    f"{letter}{i}b": (1024 if i else 1000) ** power for power, letter in enumerate("kmgt", 1) for i in ("", "i")
+}
+
+
+def byte_size(text: str | int) -> int:
+    """Read ``1GiB``, ``512MiB``, ``2GB``, ``1e9`` or plain bytes; a rest of a byte is dropped.
+
+    Raises:
+        typer.BadParameter: if it is not of that form, or 2**63 or more.
+    """
+    match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,19})?(?:e[0-9]{1,2})?)\s*([a-z]*)", str(text).strip().lower())
+    size = int(Decimal(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else -1
+    if not 0 <= size < 2**63:
+        raise typer.BadParameter(f"{text!r} is not a number of bytes; write it like 1GiB, 512MiB, 1e9 or 1000000")
+    return size
+
+
+def _staging_size(text: str | int) -> int:
+    if not (size := byte_size(text)):
+        raise typer.BadParameter("a device that stages nothing cannot send; give 1 or more")
+    return size
+
 
 Prev: TypeAlias = Annotated[str, typer.Argument(help="Layout now, e.g. pp4tp2dp1.", show_default=False)]
 Curr: TypeAlias = Annotated[str, typer.Argument(help="Layout to come.", show_default=False)]
+Currs: TypeAlias = Annotated[
+    list[str], typer.Argument(help="Layout to come; several are compared.", show_default=False)
+]
 ModelName: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -35,39 +65,70 @@ ModelName: TypeAlias = Annotated[
         show_default=DEFAULT_MODEL,
     ),
 ]
-Size: TypeAlias = Annotated[int | None, typer.Option(min=1, help="In place of --model.", show_default=False)]
+Layers: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Transformer layers; with --hidden and --heads in place of --model, a model of GPT-3's kind.",
+        show_default=False,
+    ),
+]
+Hidden: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Hidden size.", show_default=False)]
+Heads: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Query heads; divide --hidden.", show_default=False)]
+KvHeads: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="Key and value heads.", show_default="as many as --heads")
+]
+Ffn: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="Intermediate size, of an expert if there are any.", show_default="4 x hidden")
+]
+Vocab: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Rows of the vocabulary.", show_default="50257")]
+Experts: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Experts of every layer.", show_default="none")]
 TopologyName: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--topology",
         metavar="NAME|FILE",
         help=f"{', '.join(TOPOLOGIES)}, or a TOML file.",
-        show_default="one node",
+        show_default="all devices in one node, 25 GB/s each",
     ),
 ]
 Nodes: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="In place of --topology.", show_default="as many as needed")
+    int | None,
+    typer.Option(min=1, help="With --devices-per-node, in place of --topology.", show_default="as many as needed"),
 ]
 DevicesPerNode: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="In place of --topology.", show_default=False)
+    int | None,
+    typer.Option(min=1, help="In place of --topology, at 25 GB/s each, 100 Gb/s each beyond it.", show_default=False),
 ]
 MethodName: TypeAlias = Annotated[
     Method,
     typer.Option(
-        help="exact: the least movement. paper: the paper's sketch (counts layers, pads with zeros, keeps DP replicas "
+        help="exact: TP groups together, then whole free nodes (--node-worth), then fewest bytes. "
+        "paper: the paper's sketch (counts layers, pads with zeros, keeps DP replicas "
         "apart). migrate-then-defragment: the paper's two phases one after the other; counts, bytes and predicted time "
         "are the sums of both, the digest is that of the last."
     ),
 ]
 Lost: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Devices that are gone, e.g. 3,7.", show_default=False)
+    str | None,
+    typer.Option(
+        metavar="LIST", help="Devices of PREV that are dead, e.g. 3,7: they send nothing.", show_default=False
+    ),
+]
+Leave: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Devices that will be taken away, e.g. 24-39, but live until the move is done: they send, get no rank.",
+        show_default=False,
+    ),
 ]
 Devices: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
         help="Devices that may run CURR, e.g. 0-15,20; others of PREV leave.",
-        show_default="all of the topology that are not lost; without one, as many as the larger layout needs",
+        show_default="all of the topology but --lost and --leave; without one, as many as the larger layout needs",
     ),
 ]
 PrevDevices: TypeAlias = Annotated[
@@ -80,17 +141,23 @@ Zero1: TypeAlias = Annotated[
 NodeWorth: TypeAlias = Annotated[
     int | None,
     typer.Option(
-        min=0,
-        metavar="BYTES",
-        help="How many more bytes may move for one more free node; 0: bytes alone.",
+        parser=byte_size,
+        metavar="SIZE",
+        help="For --method exact: how much more may move for one more free node, e.g. 1GiB. 0: bytes alone, TP groups "
+        "may span nodes, as session(prefer='bytes').",
         show_default="any number",
     ),
 ]
 Staging: TypeAlias = Annotated[
     int,
-    typer.Option(min=1, metavar="BYTES", help="What a device stages for sending, and again for receiving."),
+    typer.Option(
+        parser=_staging_size,
+        metavar="SIZE",
+        help="What a device stages for sending, and again for receiving, e.g. 512MiB.",
+        show_default=f"{STAGING_BYTES >> 20}MiB, as a session",
+    ),
 ]
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, words on stderr.")]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON on stdout; words, if any, on stderr.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +171,8 @@ class Request:
         method: how to plan.
         zero1: whether the optimizer is distributed over DP.
         staging_bytes: the most that a device stages in either direction.
+        rates_from: where the topology's rates are from: a preset, a file, or the defaults.
+        assumed_one_node: whether nothing was said of nodes.
     """
 
     model: Model
@@ -112,6 +181,20 @@ class Request:
     method: Method
     zero1: bool
     staging_bytes: int
+    rates_from: str
+    assumed_one_node: bool
+
+    @property
+    def model_title(self) -> str:
+        """The model's name and its parameters."""
+        return model_title(self.model_name, parameter_count(self.model))
+
+    @property
+    def hint(self) -> str:
+        """What to say of a topology that was hardly meant."""
+        if not self.assumed_one_node or self.change.topology.devices <= _LIKELY_NODE:
+            return ""
+        return "all devices count as one node: --devices-per-node or --topology says what they are"
 
     def plan(self, clock: Callable[[], float] = time.perf_counter) -> tuple[tuple[Plan, ...], float]:
         """Plan it: the moves one after the other, and the seconds for layouts, placement, sources and proof.
@@ -133,9 +216,9 @@ class Request:
         return plans, plan_s
 
 
-def request(
+def requests(
     prev: str,
-    curr: str,
+    curr: Sequence[str],
     *,
     model: str | None,
     layers: int | None,
@@ -150,20 +233,21 @@ def request(
     devices_per_node: int | None,
     method: Method,
     lost: str | None,
+    leave: str | None,
     devices: str | None,
     prev_devices: str | None,
     zero1: bool,
     node_worth: int | None,
     staging: int,
-) -> Request:
-    """Read the options.
+) -> tuple[Request, ...]:
+    """Read the options: a request for each layout to come, all on one topology.
 
     Raises:
         typer.BadParameter: if options do not go together, or a list of devices is not one.
         Infeasible: if a layout, model, topology or set of devices cannot be.
     """
-    before, after = ParallelConfig.parse(prev), ParallelConfig.parse(curr)
-    for config in (before, after):
+    before, *after = (ParallelConfig.parse(text) for text in (prev, *curr))
+    for config in (before, *after):
         if config.world_size > _MOST_DEVICES:
             raise Infeasible(
                 f"{config} has {config.world_size} ranks; what to do: plan for {_MOST_DEVICES} at most, the time "
@@ -171,15 +255,40 @@ def request(
             )
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
     name, described = _model(model, sizes | {"experts": experts})
-    gone = device_list(lost, "--lost")
+    if node_worth is not None and method is not Method.EXACT:
+        raise typer.BadParameter(f"--method {method} frees nodes in its own way", param_hint="--node-worth")
+    gone, leaving = device_list(lost, "--lost"), device_list(leave, "--leave")
+    if both := sorted(set(gone) & set(leaving)):
+        raise Infeasible(
+            f"devices {both} are in --lost and in --leave; what to do: name in --leave those that still live"
+        )
     held = device_list(prev_devices, "--prev-devices") if prev_devices else tuple(range(before.world_size))
     usable = device_list(devices, "--devices") if devices else None
-    most = max(after.world_size, *(1 + device for device in (*held, *(usable or ()))))
-    where = _topology(topology, nodes, devices_per_node, most)
+    largest = max(config.world_size for config in after)
+    where = _topology(topology, nodes, devices_per_node, max(largest, *(1 + d for d in (*held, *(usable or ())))))
+    if outside := [device for device in leaving if device >= where.devices]:
+        raise Infeasible(
+            f"device {outside[0]} of --leave is not one of {where.devices}; what to do: name devices of {before}"
+        )
     if usable is None:
-        usable = tuple(device for device in range(where.devices) if device not in set(gone))
-    change = Change(before, after, described.layers, held, usable, where, gone, node_worth)
-    return Request(described, name, change, method, zero1, staging)
+        usable = tuple(device for device in range(where.devices) if device not in {*gone, *leaving})
+    elif both := sorted(set(usable) & set(leaving)):
+        raise Infeasible(f"devices {both} leave, yet are offered in --devices; what to do: name them in one of both")
+    rates_from = topology or "default rates"
+    one_node = not (topology or devices_per_node)
+    return tuple(
+        Request(
+            described,
+            name,
+            Change(before, config, described.layers, held, usable, where, gone, node_worth),
+            method,
+            zero1,
+            staging,
+            rates_from,
+            one_node,
+        )
+        for config in after
+    )
 
 
 def device_list(text: str | None, option: str) -> tuple[int, ...]:
@@ -243,6 +352,7 @@ def _shortened(lost: StateLost, change: Change) -> StateLost:
     return StateLost(
         f"{len(lost.names)} tensors have elements that no living device holds (devices "
         f"{', '.join(map(str, change.lost)) or 'none'} are lost): {shown}{f' and {more} more' if more > 0 else ''}; "
-        "nothing was moved. What to do: bring a holder back, or restart from a checkpoint",
+        "nothing was moved. What to do: if they still live, use --leave instead of --lost; else bring a holder back, "
+        "or restart from a checkpoint",
         lost.names,
     )

@@ -1,6 +1,7 @@
 """The three ways to plan a change: exactly, as the paper does, and as the paper does without coalescing.
 
-1. ``exact``: ``make_plan`` places the new ranks, TP groups and whole free nodes in mind.
+1. ``exact``: ``make_plan`` places the new ranks: TP groups together, then whole free nodes, then the fewest bytes; or,
+   where a free node is worth nothing, the fewest bytes alone.
 2. ``paper``: the sketch with DP replicas apart from each other (``paper_placement``) says who runs where; bytes,
    sources and proof are ours, so that only the placement differs.
 3. ``migrate-then-defragment``: the sketch, then Algorithm 2, as two moves one after the other. Each is planned and
@@ -14,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ..values import Infeasible, Layout, Mismatch, ParallelConfig, PlacedLayout, Topology
+from ..values import Infeasible, Layout, ParallelConfig, PlacedLayout, Topology
 from .allocator import migrate_then_defragment
 from .make import make_plan
 from .paper import paper_placement
@@ -41,11 +42,11 @@ class Change:
         devices: devices that may run a rank of ``curr``.
         topology: nodes and rates.
         lost: devices of ``prev`` that are gone.
-        node_worth_bytes: see ``make_plan``; for the exact method.
+        node_worth_bytes: see ``make_plan``; only the exact method asks.
 
     Raises:
-        Infeasible: if a device is outside the topology.
-        Mismatch: if ``prev_devices`` is not one device of its own for each rank, or a lost one is not among them.
+        Infeasible: if a device is outside the topology, ``prev_devices`` is not one device of its own for each rank, or
+            a lost one is not among them.
     """
 
     prev: ParallelConfig
@@ -60,9 +61,14 @@ class Change:
     def __post_init__(self) -> None:
         named, ranks = self.prev_devices, self.prev.world_size
         if len(named) != ranks or len(set(named)) != ranks:
-            raise Mismatch(
-                f"{self.prev} runs on {ranks} devices; {len(named)} are named, {len(set(named))} of them distinct; "
-                "what to do: name one device for each rank, in order of ranks"
+            raise Infeasible(
+                f"{self.prev} runs on {ranks} devices, not on the {len(named)} named, {len(set(named))} of them "
+                "distinct; what to do: name one device for each rank, in order of ranks"
+            )
+        if strange := sorted(set(self.lost) - set(named)):
+            raise Infeasible(
+                f"devices {_some(strange)} are lost, but {self.prev} does not run on them; what to do: name "
+                "devices that it runs on"
             )
         every = {*named, *self.devices, *self.lost}
         if outside := sorted(device for device in every if not 0 <= device < self.topology.devices):
@@ -70,8 +76,6 @@ class Change:
                 f"devices {_some(outside)} are outside a topology of {self.topology.nodes} nodes x "
                 f"{self.topology.devices_per_node} devices; what to do: give a larger one, or other devices"
             )
-        if strange := sorted(set(self.lost) - set(named)):
-            raise Mismatch(f"devices {_some(strange)} are lost, but {self.prev} does not run on them")
 
 
 def solve(change: Change, prev: Layout, curr: Layout, method: Method = Method.EXACT) -> tuple[Plan, ...]:

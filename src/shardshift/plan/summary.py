@@ -18,13 +18,30 @@ from ..values.boxes import Ints
 from .allocator import cross_node_tp_groups, free_nodes
 from .bound import LowerBound, lower_bound
 from .methods import Change, Method, direct
+from .pairing import least_bytes, savings
 from .pairs import PairRun, pair_runs
 from .plan import Plan
 from .sources import wants
 from .timing import Prediction, piece_bytes, predict
 
-STAGING_BYTES: Final = 256 * 2**20
-"""What a device may stage for sending, and again for receiving, unless told otherwise."""
+STAGING_BYTES: Final = 64 * 2**20
+"""What a device may stage for sending, and again for receiving, unless told otherwise; a session's default too."""
+
+_MOST_COMPARED: Final = 4096
+"""Ranks up to which a plan is compared with bytes alone: with ZeRO-1 that is a pairing of seconds, beyond."""
+
+
+@dataclass(frozen=True, slots=True)
+class BytesAlone:
+    """Where ranks would run if nothing but bytes counted: what a plan that moves more has bought.
+
+    Attributes:
+        free_nodes: as in ``Summary``.
+        cross_node_tp_groups: as in ``Summary``.
+    """
+
+    free_nodes: int
+    cross_node_tp_groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +67,8 @@ class Summary:
         plan_s: seconds that planning took.
         pairs: who becomes what.
         instructions: by type, over all devices, before pieces are cut to the staging bound.
+        old_state_bytes: the most that any living device holds before; of two phases, before either.
+        bytes_alone: the same of a placement that moves the least; None if this one does, or has too many ranks to tell.
     """
 
     prev: ParallelConfig
@@ -70,6 +89,8 @@ class Summary:
     plan_s: float
     pairs: tuple[PairRun, ...]
     instructions: dict[str, int]
+    old_state_bytes: int
+    bytes_alone: BytesAlone | None = None
 
     @property
     def predicted_s(self) -> float:
@@ -101,7 +122,7 @@ class Summary:
 
 
 def summarise(
-    change: Change, method: Method, plans: Sequence[Plan], *, plan_s: float, staging_bytes: int = STAGING_BYTES
+    change: Change, method: Method, plans: Sequence[Plan], *, plan_s: float = 0.0, staging_bytes: int = STAGING_BYTES
 ) -> Summary:
     """The figures of a change that ``solve`` planned.
 
@@ -109,7 +130,7 @@ def summarise(
         change: what was asked.
         method: how it was planned.
         plans: what ``solve`` gave.
-        plan_s: how long that took.
+        plan_s: how long that took, if it is to be in the figures.
         staging_bytes: the most that a device stages for sending, and again for receiving.
     """
     first, last = plans[0], plans[-1]
@@ -133,6 +154,10 @@ def summarise(
         plan_s=plan_s,
         pairs=pair_runs(first.prev, last.curr, change.curr),
         instructions=_added(plan.instructions for plan in plans),
+        old_state_bytes=max(int(old_bytes(plan).max(initial=0)) for plan in plans),
+        bytes_alone=_bytes_alone(change, first)
+        if sum(plan.moved_bytes for plan in plans) > first.least_moved_bytes
+        else None,
     )
 
 
@@ -175,6 +200,15 @@ def peak_extra_bytes(plan: Plan, staging_bytes: int) -> Ints:
     return extra
 
 
+def old_bytes(plan: Plan) -> Ints:
+    """Bytes that each device of ``plan.devices`` holds before; 0 for one that is lost."""
+    at = np.array(plan.devices, np.int64)
+    held = np.zeros(len(at), np.int64)
+    held[np.searchsorted(at, plan.prev.device_ids)] = rank_bytes(plan.prev.layout)
+    held[np.isin(at, np.array(plan.lost, np.int64))] = 0
+    return held
+
+
 def require_memory(plan: Plan, topology: Topology, staging_bytes: int) -> None:
     """Check that the old state and all that is needed beside it fit each device, where its memory is known.
 
@@ -185,8 +219,7 @@ def require_memory(plan: Plan, topology: Topology, staging_bytes: int) -> None:
         return
     at = np.array(plan.devices, np.int64)
     extra = peak_extra_bytes(plan, staging_bytes)
-    needed = extra.copy()
-    needed[np.searchsorted(at, plan.prev.device_ids)] += rank_bytes(plan.prev.layout)
+    needed = extra + old_bytes(plan)
     needed[np.isin(at, np.array(plan.lost, np.int64))] = 0
     worst = int(needed.argmax())
     if needed[worst] > topology.device_memory_bytes:
@@ -196,6 +229,17 @@ def require_memory(plan: Plan, topology: Topology, staging_bytes: int) -> None:
             "nothing was moved. What to do: allow less staging, choose a layout with smaller shards, or name a "
             "topology with more memory"
         )
+
+
+def _bytes_alone(change: Change, plan: Plan) -> BytesAlone | None:
+    if change.topology.nodes == 1 or change.curr.world_size > _MOST_COMPARED:
+        return None
+    _, placement = least_bytes(savings(plan.cells, plan.prev, change.devices))
+    devices = placement.tolist()
+    return BytesAlone(
+        free_nodes(devices, change.topology, change.devices),
+        cross_node_tp_groups(change.curr, devices, change.topology),
+    )
 
 
 def _added(counts: Iterable[dict[str, int]]) -> dict[str, int]:

@@ -27,9 +27,16 @@ def explanation_tables(explained: Explanation) -> Iterator[tuple[str, Table | No
         yield _workloads(explained)
     else:
         yield f"No matrices of the paper: {explained.no_paper}", None
-    yield _matrix("Exact, in MiB, between ranks that hold the same", explained.exact)
+    yield _matrix(_exact_title(explained), explained.exact)
     yield _pairs(explained)
     yield _nodes(explained)
+
+
+def _exact_title(explained: Explanation) -> str:
+    title = "Exact: MiB that a new rank (row) lacks on an old rank's device (column)"
+    ranks = explained.change.curr.world_size, explained.change.prev.world_size + 1
+    shared = (explained.exact.all_rows, explained.exact.all_columns) != ranks
+    return f"{title}, where ranks that hold the same are one" if shared else title
 
 
 def _matrix(title: str, matrix: Matrix) -> tuple[str, Table]:
@@ -99,7 +106,7 @@ def _nodes(explained: Explanation) -> tuple[str, Table]:
             rank is not None for rank in (*_of(explained.before, node, per_node), *_of(explained.after, node, per_node))
         )
     ]
-    title = "Devices by node ('-' free, 'x' lost)"
+    title = "Devices by node ('-' no rank, 'x' lost)"
     title += f"; the first {_NODES} of {len(shown)} nodes in use" if len(shown) > _NODES else ""
     table = Table(box=None, pad_edge=False)
     table.add_column("node", justify="right")
