@@ -82,5 +82,5 @@ def make_plan(
     moves = choose_sources(cells, wanted, topology=topology, lost=lost)
     plan = Plan(prev, target, moves, least, tuple(sorted(lost)))
     plan.__dict__["cells"] = cells  # as the property would compute it again
-    prove(plan, lost)
+    prove(plan)
     return plan

@@ -18,7 +18,7 @@ by one is what the tests do; its cost grows with the model, that of disjoint box
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -61,8 +61,8 @@ def account(prev: Layout, curr: Layout) -> Cells:
     return cells
 
 
-def prove(plan: Plan, lost: Collection[int] = ()) -> None:
-    """Prove that ``plan`` turns its old layout into its new one, reading no device of ``lost``.
+def prove(plan: Plan) -> None:
+    """Prove that ``plan`` turns its old layout into its new one, reading no device that it says is lost.
 
     Raises:
         Unaccounted: naming tensors that only one layout knows, or of which the new one drops elements.
@@ -72,8 +72,8 @@ def prove(plan: Plan, lost: Collection[int] = ()) -> None:
         _same_tensors(plan.prev.layout, plan.curr.layout)
     cells = plan.cells
     _prove_cells(cells)
-    _prove_moves(plan, lost)
-    held = replicas(plan, lost)
+    _prove_moves(plan)
+    held = replicas(plan)
     for holders, when in ((held.before, "is held by no living device"), (held.after, "would be held by no device")):
         if (bare := np.flatnonzero(holders == 0)).size:
             raise Mismatch(f"{_listed(cells.regions(bare.tolist()))} {when}; {_BROKEN}")
@@ -135,7 +135,7 @@ def _prove_holders(atoms: Atoms, atom: Ints, part: Ints, parts: Parts, of_cell: 
         raise Mismatch(f"a cell names other roles than hold its atoms; {_BROKEN}")
 
 
-def _prove_moves(plan: Plan, lost: Collection[int]) -> None:
+def _prove_moves(plan: Plan) -> None:
     cells, moves = plan.cells, plan.moves
     if not len(moves):
         _prove_sums(plan, np.zeros(plan.curr.layout.world_size, np.int64))
@@ -153,12 +153,14 @@ def _prove_moves(plan: Plan, lost: Collection[int]) -> None:
 
     refuse(np.flatnonzero((moves.cell < 0) | (moves.cell >= len(cells))), "there is no such cell")
     refuse(np.flatnonzero(moves.source == moves.target), "a device sends to itself")
+    refuse(np.flatnonzero((moves.source < 0) | (moves.target < 0)), "there is no such device")
+    refuse(np.flatnonzero(moves.hop < 1), "there is no such hop")
     before, after = plan.prev, plan.curr
     source_rank, target_rank = _ranks(before.device_ids, moves.source), _ranks(after.device_ids, moves.target)
     refuse(np.flatnonzero(target_rank < 0), "the target has no rank in the new layout")
     wanted = _plays(after.layout, target_rank, cells.curr_roles, moves.cell)
     refuse(np.flatnonzero(~wanted), "the target shall not hold it")
-    gone = np.array(sorted(lost), np.int64)
+    gone = np.array(sorted(plan.lost), np.int64)
     held_rank = _ranks(before.device_ids, moves.target)
     held_rank[is_in(moves.target, gone)] = -1
     held = _plays(before.layout, held_rank, cells.prev_roles, moves.cell)

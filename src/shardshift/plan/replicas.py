@@ -48,10 +48,10 @@ class Replicas:
         return min(self.tolerated_before, self.tolerated_after)
 
 
-def replicas(plan: Plan, lost: Collection[int] = ()) -> Replicas:
+def replicas(plan: Plan) -> Replicas:
     """How many devices hold each cell of a plan, before and after it."""
     return Replicas(
-        _holders(plan.cells, plan.prev, plan.cells.prev_roles, lost),
+        _holders(plan.cells, plan.prev, plan.cells.prev_roles, plan.lost),
         _holders(plan.cells, plan.curr, plan.cells.curr_roles, ()),
     )
 

@@ -333,7 +333,7 @@ class PlacedLayout:
     """A layout on devices: virtual rank r runs on ``devices[r]``.
 
     Raises:
-        Mismatch: if the number of devices is not the number of ranks, or a device appears twice.
+        Mismatch: if the number of devices is not the number of ranks, a device appears twice, or is negative.
     """
 
     layout: Layout
@@ -344,6 +344,8 @@ class PlacedLayout:
             raise Mismatch(f"{self.layout.world_size} ranks cannot be placed on {len(self.devices)} devices")
         if len(set(self.devices)) != len(self.devices):
             raise Mismatch(f"a device is named twice in {self.devices}")
+        if self.devices and min(self.devices) < 0:
+            raise Mismatch(f"device {min(self.devices)} is named; devices are numbered from 0")
 
     @cached_property
     def rank_of_device(self) -> dict[int, int]:
