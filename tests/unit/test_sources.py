@@ -12,7 +12,7 @@ from tests.unit.strategies import Move, equal_layers, even_grid, inside, moves
 
 from shardshift.plan import Cells, Moves, make_plan, sources
 from shardshift.plan.sources import choose_sources, wants
-from shardshift.values import Kind, Layout, PlacedLayout, Region, Shard, StateLost, Tensor, Topology
+from shardshift.values import Kind, Layout, PlacedLayout, Rates, Region, Shard, StateLost, Tensor, Topology
 
 WEIGHT = Tensor(Kind.PARAM, "w", (8, 2), "bfloat16", 2)
 
@@ -274,3 +274,20 @@ def test_moves_are_taken_by_row() -> None:
     assert arrivals(found.take(np.array([2, 0]))) == [arrivals(found)[2], arrivals(found)[0]]
     assert arrivals(found.take(found.hop > 1)) == arrivals(found)[1:]
     assert len(found.take(found.hop > 9)) == 0
+
+
+@pytest.mark.parametrize("factor", [2, 10, 100])
+@pytest.mark.parametrize("what", ["device", "link"])
+def test_nobody_waits_for_a_slow_sender_when_another_has_the_cell(factor: int, what: str) -> None:
+    """Eight replicas from one, of which one sends slowly: as fast as if it did not."""
+    slow = ((4, Rates(25e9, 25e9 / factor)),)
+    topology = (
+        Topology(1, 8, device_exceptions=slow)
+        if what == "device"
+        else Topology(8, 1, link_rates=Rates.both(25e9), link_exceptions=slow)
+    )
+    prev, curr = replicas([0], list(range(8)))
+    cells, found = chosen(prev, curr, topology)
+    even = Topology(topology.nodes, topology.devices_per_node, link_rates=topology.link_rates)
+    assert busiest_s(cells, found, topology) == busiest_s(*chosen(prev, curr, even), even)
+    assert 4 not in found.source

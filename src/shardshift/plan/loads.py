@@ -3,13 +3,14 @@
 Choosing sources cell by cell (``sources``) sees no further than the next cell. ``relieve`` looks again at the end:
 
 1. Take the busiest device, or the busiest link out of a node.
-2. Of what it sends out of old shards, give the largest cell that fits to the holder that is then least busy: itself,
-   its link, and the link into the receiver's node.
+2. Of what it sends, let the largest cell that fits come from another who has it, the one that is then least busy:
+   itself, its link, and the link into the receiver's node.
 3. Until nothing is above what the busiest receiver takes anyway, or no such step helps.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -22,6 +23,26 @@ from .lists import Lists
 _MOST_STEPS: Final = 2000
 _WORTH_WHILE: Final = 0.01
 
+_SLOW: Final = 0.8
+"""Below this part of the fastest rate a device sends slowly: a chain runs at the pace of its slowest."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Transfers as columns, by ascending cell; devices are positions.
+
+    Attributes:
+        cell: the cell.
+        source: the sender.
+        target: the receiver.
+        hop: 1 if the sender held it before, else one more than the sender's own.
+    """
+
+    cell: Ints
+    source: Ints
+    target: Ints
+    hop: Ints
+
 
 class Loads:
     """Seconds of sending by device, and of crossing by node and direction. Devices are positions in ``ids``."""
@@ -33,6 +54,10 @@ class Loads:
         self.in_rate = topology.device_in_bytes_per_s()[ids] if topology else np.ones(count)
         self.link_rate = topology.node_out_bytes_per_s() if topology else np.ones(nodes)
         self.link_in_rate = topology.node_in_bytes_per_s() if topology else np.ones(nodes)
+        # By itself or through its node's link, each against the fastest of its kind.
+        self.slow = (self.rate < self.rate.max(initial=0.0) * _SLOW) | (
+            (self.link_rate < self.link_rate.max() * _SLOW)[self.node]
+        )
         self.sent_s = np.zeros(count)
         self.left_s = np.zeros(nodes)
         self.entered_s = np.zeros(nodes)
@@ -57,62 +82,52 @@ class Loads:
         return np.where(out == into, busy, np.maximum(busy, links))
 
 
-def relieve(
-    loads: Loads,
-    afford_s: float,
-    sources: Ints,
-    targets: Ints,
-    hops: Ints,
-    number: Ints,
-    sizes_bytes: Ints,
-    holders: Lists,
-) -> None:
-    """Change sources of rows sent out of old shards until the busiest cannot be relieved.
+def relieve(loads: Loads, afford_s: float, rows: Rows, sizes_bytes: Ints, holders: Lists) -> None:
+    """Change who sends what until the busiest cannot be relieved.
 
     Args:
         loads: of all rows; kept up to date.
         afford_s: what need not be relieved.
-        sources: per row the sender; changed in place.
-        targets: per row the receiver.
-        hops: per row; only rows of hop 1 are changed.
-        number: per row its cell.
+        rows: all transfers; sources and hops are changed in place.
         sizes_bytes: per cell.
         holders: per cell all who held it before.
     """
-    first = np.flatnonzero(hops == 1)
-    first = first[holders.counts[number[first]] > 1]
     for _ in range(_MOST_STEPS):
         device, node = int(np.argmax(loads.sent_s)), int(np.argmax(loads.left_s))
         limit_s = max(float(loads.sent_s[device]), float(loads.left_s[node]))
         if limit_s <= afford_s * (1 + _WORTH_WHILE):
             return
         if loads.sent_s[device] >= loads.left_s[node]:
-            mine = np.flatnonzero(sources[first] == device)
+            mine = np.flatnonzero(rows.source == device)
         else:
-            senders = sources[first]
-            mine = np.flatnonzero((loads.node[senders] == node) & (loads.node[targets[first]] != node))
-        mine = mine[np.argsort(-sizes_bytes[number[first[mine]]], kind="stable")]
-        rows = ((row, int(number[row])) for row in first[mine].tolist())
-        if not any(
-            _give_away(loads, limit_s, sources, targets, row, int(sizes_bytes[cell]), holders[cell])
-            for row, cell in rows
-        ):
+            mine = np.flatnonzero((loads.node[rows.source] == node) & (loads.node[rows.target] != node))
+        mine = mine[np.argsort(-sizes_bytes[rows.cell[mine]], kind="stable")]
+        if not any(_give_away(loads, limit_s, rows, row, sizes_bytes, holders) for row in mine.tolist()):
             return
 
 
-def _give_away(
-    loads: Loads, limit_s: float, sources: Ints, targets: Ints, row: int, size_bytes: int, holders: Ints
-) -> bool:
-    others = holders[holders != sources[row]]
+def _give_away(loads: Loads, limit_s: float, rows: Rows, row: int, sizes_bytes: Ints, holders: Lists) -> bool:
+    cell, source, target = int(rows.cell[row]), int(rows.source[row]), int(rows.target[row])
+    same = slice(*np.searchsorted(rows.cell, [cell, cell + 1]).tolist())
+    able, has = holders[cell], np.zeros(len(holders[cell]), np.int64)
+    if not (rows.source[same] == target).any():
+        # Nobody has it from this target, so the target may have it from any other.
+        able, has = np.concatenate([able, rows.target[same]]), np.concatenate([has, rows.hop[same]])
+    elif rows.hop[row] > 1:
+        return False  # those behind it count their hops from its own
+    fits = (able != source) & (able != target)
+    home = loads.node[target]
+    if loads.node[source] == home and not (loads.node[holders[cell]] == home).any():
+        fits &= loads.node[able] == home  # the cell has entered the node already
+    others = np.flatnonzero(fits)
     if not len(others):
         return False
-    target = int(targets[row])
-    one = slice(row, row + 1)
-    loads.add(sources[one], targets[one], size_bytes, -1)
-    busy = loads.with_one_more(others, target, size_bytes)
-    best = int(np.argmin(busy))
+    size_bytes, one = int(sizes_bytes[cell]), slice(row, row + 1)
+    loads.add(rows.source[one], rows.target[one], size_bytes, -1)
+    busy = loads.with_one_more(able[others], target, size_bytes)
+    best = int(np.lexsort((able[others], has[others], busy))[0])
     better = bool(busy[best] < limit_s * (1 - _WORTH_WHILE))
     if better:
-        sources[row] = others[best]
-    loads.add(sources[one], targets[one], size_bytes)
+        rows.source[row], rows.hop[row] = able[others[best]], has[others[best]] + 1
+    loads.add(rows.source[one], rows.target[one], size_bytes)
     return better

@@ -12,7 +12,8 @@ about the time of one. Cell by cell, the heaviest first:
 3. A cell that only one device holds and only one lacks, as ranges of a distributed optimizer are, has no choice; all
    such are done at once, and first, since the others have to give way to them.
 
-4. At the end weight is taken off the busiest (``loads.relieve``).
+4. Devices that send slowly (or whose node's link does) are in no chain: each gets the cell from whoever is least busy.
+5. At the end weight is taken off the busiest (``loads.relieve``).
 
 Cells without a living holder are lost: all are gathered before the plan is refused. Trees were rejected: the root of
 a binary tree sends twice what it holds, a chain's head once, and pieces in flight hide a chain's length. An exact
@@ -30,7 +31,7 @@ from ..values import PlacedLayout, StateLost, Topology
 from ..values.boxes import Ints
 from .cells import Cells
 from .lists import Lists, distinct, is_in, number_rows
-from .loads import Loads, relieve
+from .loads import Loads, Rows, relieve
 from .moves import Moves
 from .pairing import held_roles
 
@@ -131,7 +132,8 @@ def choose_sources(
         span = slice(want_starts[index], want_starts[index + 1])
         holders = holder[wanted.holders.starts[index] : wanted.holders.starts[index + 1]]
         sources[span], hops[span] = chooser.choose(int(size_bytes[index]), target[span], holders)
-    relieve(loads, chooser.afford_s, sources, target, hops, number, size_bytes, Lists(wanted.holders.starts, holder))
+    rows = Rows(number, sources, target, hops)
+    relieve(loads, chooser.afford_s, rows, size_bytes, Lists(wanted.holders.starts, holder))
     order = np.lexsort((wanted.device, hops, wanted.cell))
     return Moves(*(column[order] for column in (wanted.cell, ids[sources], wanted.device, hops)))
 
@@ -164,6 +166,27 @@ class _Chooser:
 
     def choose(self, size_bytes: int, targets: Ints, holders: Ints) -> tuple[Ints, Ints]:
         """Sources and hops for all targets of one cell."""
+        slow = self._loads.slow
+        if not slow.any():
+            return self._chains(size_bytes, targets, holders)
+        # Who sends slowly is in no chain, and gives only where nobody else has the cell.
+        quick = holders[~slow[holders]]
+        sources, hops = np.empty(len(targets), np.int64), np.empty(len(targets), np.int64)
+        first = ~slow[targets] if len(quick) else np.zeros(len(targets), np.bool_)
+        if first.any():
+            sources[first], hops[first] = self._chains(size_bytes, targets[first], quick)
+        able = np.concatenate([holders, targets[first]])
+        has = np.concatenate([np.zeros(len(holders), np.int64), hops[first]])
+        rest = np.flatnonzero(~first)
+        for at in rest[np.lexsort((targets[rest], slow[targets[rest]]))].tolist():
+            busy_s = self._loads.with_one_more(able, int(targets[at]), size_bytes)
+            best = int(np.lexsort((able, has, busy_s))[0])
+            sources[at], hops[at] = able[best], has[best] + 1
+            self._loads.add(sources[at : at + 1], targets[at : at + 1], size_bytes)
+            able, has = np.append(able, targets[at]), np.append(has, hops[at])
+        return sources, hops
+
+    def _chains(self, size_bytes: int, targets: Ints, holders: Ints) -> tuple[Ints, Ints]:
         node, sent_s = self._loads.node, self._loads.sent_s
         # Within a node the least busy first: the last of a chain need not send.
         order = np.lexsort((targets, sent_s[targets], node[targets]))
@@ -209,13 +232,17 @@ class _Chooser:
         loads = self._loads
         able, has = np.concatenate([holders, last]), np.concatenate([np.zeros(len(holders), np.int64), hops])
         node = loads.node[able]
-        busy_s = np.maximum(
-            loads.sent_s[able] + size_bytes / loads.rate[able],
-            loads.left_s[node] + size_bytes / loads.link_rate[node],
-        )
-        dear = busy_s > self.afford_s
-        best = np.lexsort((able, busy_s, has > 0, dear))[: max(1, min(most, int((~dear).sum())))]
-        return able[best], has[best]
+        sends_s, leaves_s = size_bytes / loads.rate[able], size_bytes / loads.link_rate[node]
+        busy_s = np.maximum(loads.sent_s[able] + sends_s, loads.left_s[node] + leaves_s)
+        best = np.lexsort((able, busy_s, has > 0, busy_s > self.afford_s))
+        # Heads on one node share its link: the second finds the first's cell on it.
+        order = np.argsort(node[best], kind="stable")
+        earlier = np.empty(len(best), np.int64)
+        earlier[order] = np.arange(len(best)) - np.searchsorted(node[best][order], node[best][order])
+        busy_s = np.maximum(busy_s[best], loads.left_s[node[best]] + (earlier + 1) * leaves_s[best])
+        best = best[np.argsort(busy_s > self.afford_s, kind="stable")]
+        most = min(most, int((busy_s <= self.afford_s).sum()))
+        return able[best[: max(1, most)]], has[best[: max(1, most)]]
 
 
 def _state_lost(cells: Cells, orphans: Ints, lost: Collection[int]) -> StateLost:
