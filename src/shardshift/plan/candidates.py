@@ -12,7 +12,7 @@ these is priced, and the best taken; of equals the first:
 4. Each of these with the ranks of every node dealt to its devices anew, which is exact for who is on which node.
 
 Priced is, in this order: TP groups on more nodes than need be, nodes in use, bytes; or bytes and nodes at once, where
-a node has a price. A search by exchanges was rejected: it finds little more, and costs what a large job cannot pay.
+a node has a price. Of small jobs the best is improved by exchanges of two ranks; a large job cannot pay for that.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ FRESH: Final = int(np.iinfo(np.int64).max)
 _MOST_KINDS: Final = 1000
 """Kinds of nodes up to which ranks are dealt anew within nodes."""
 
+
+_MOST_EXCHANGED: Final = 256
+"""Ranks up to which exchanges are looked for."""
+
+_MOST_TRIED: Final = 200
+"""Exchanges that are tried, those that save the most first, before the search ends."""
 
 _NEAR: Final = 10_000
 """Of a very large job a placement this near the bound (one part in so many) ends the search."""
@@ -81,7 +87,41 @@ class Candidates:
             nodes = [self._nodes(at) for at in every]
             every = [at for at, found in zip(every, nodes, strict=True) if found == min(nodes)]
         every += [dealt for at in every for dealt in self._dealt(at)]
-        return min(every, key=self.price)
+        return self._exchanged(min(every, key=self.price))
+
+    def _exchanged(self, at: Ints) -> Ints:
+        """The placement after exchanges of two ranks, or of a rank and an idle device, on the nodes that it uses.
+
+        For jobs of a size at which looking at all pairs is nothing; as long as it saves bytes and splits no group more.
+        """
+        saved = self._saved
+        if saved.ranges is not None or len(at) > _MOST_EXCHANGED:
+            return at
+        places = np.flatnonzero(np.isin(self._node, distinct(self._node[at])))
+        table = saved.saved_bytes.toarray()[saved.ranks.of][:, saved.devices.of[places]]
+        place, ranks = np.searchsorted(places, at), np.arange(len(at))
+        crossing = self._crossing(at)
+        for _ in range(len(at)):
+            tenant = np.full(len(places), -1)
+            tenant[place] = ranks
+            now = table[ranks, place]
+            # What rank r saves more at place p, and the tenant of p at r's.
+            gain = table - now[:, None]
+            busy = np.flatnonzero(tenant >= 0)
+            gain[:, busy] += table[tenant[busy]][:, place].T - now[tenant[busy]]
+            best = np.argsort(-gain, axis=None, kind="stable")[:_MOST_TRIED]
+            for one in best[gain.reshape(-1)[best] > 0].tolist():
+                rank, there = divmod(one, len(places))
+                tried = place.copy()
+                if tenant[there] >= 0:
+                    tried[tenant[there]] = place[rank]
+                tried[rank] = there
+                if self._crossing(places[tried]) <= crossing:
+                    place = tried
+                    break
+            else:
+                break
+        return places[place]
 
     def price(self, at: Ints) -> tuple[int, ...]:
         """What is compared; less is better."""

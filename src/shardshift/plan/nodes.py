@@ -27,6 +27,9 @@ _MOST_NODES: Final = 5000
 _MOST_ARCS: Final = 20_000
 """Pairs of block and slot classes that save something, up to which the integer program is solved."""
 
+_MANY_ARCS: Final = 400_000
+"""Beyond so many such pairs nodes are closed in one step."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
@@ -77,6 +80,8 @@ def _close_one_by_one(slots: Slots, of_block: Ints, value: Ints, needed: int, no
     """
     blocks = Classes.numbered(of_block, len(value))
     nodes = np.unique(slots.node)
+    # All at once where to see anew takes long.
+    at_a_time = 1 if np.count_nonzero(value) > _MANY_ARCS else 4
     while True:
         usable = np.flatnonzero(np.isin(slots.node, nodes))
         places = Classes.numbered(slots.of[usable], len(slots.classes))
@@ -84,7 +89,7 @@ def _close_one_by_one(slots: Slots, of_block: Ints, value: Ints, needed: int, no
         saved = np.zeros(int(slots.node.max()) + 1, np.int64)
         np.add.at(saved, slots.node[usable[taken]], value[of_block, slots.of[usable[taken]]])
         excess = len(nodes) - needed
-        few = max(1, excess // 4)
+        few = max(1, excess // at_a_time)
         least = np.sort(saved[nodes])[:few]
         if excess <= 0 or (node_worth_bytes is not None and least[0] > node_worth_bytes):
             return nodes

@@ -22,6 +22,8 @@ devices, 281 of 289 random cases with any TP were equal; the others moved more b
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
@@ -30,10 +32,13 @@ from ..values import Infeasible, PlacedLayout, Topology
 from ..values.boxes import Ints
 from .candidates import FRESH, Candidates
 from .classes import Classes
-from .lists import Lists, number_rows, number_values
+from .lists import Lists, distinct, number_rows, number_values
 from .nodes import Slots, open_nodes
 from .pairing import Savings, pair
 from .ranges import Ranges
+
+_MOST_ASSIGNED: Final = 20_000
+"""Pairs of block and slot classes whose assignments are solved one by one."""
 
 
 def place(
@@ -119,11 +124,14 @@ class _Placing:
             return
         value = self._values(block_classes, slots.classes)
         usable = self._open(slots, of_block, value, node_worth_bytes)
-        # Blocks that no node has room for go to a class of slots that saves nothing, and are left over.
+        # Blocks that no node has room for go to one more class of slots, and are left over for what is in no slot.
         nowhere, spanning = len(slots.classes), max(0, len(blocks) - len(usable))
+        left = self._free.copy()
+        left[slots.devices[usable].reshape(-1)] = False
+        left_over = self._table[:, distinct(self._saved.devices.of[left])].max(axis=1, initial=0)
         places = Classes.numbered(np.append(slots.of[usable], np.full(spanning, nowhere)), nowhere + 1)
         ranges = self._ranges_of(blocks, of_block, block_classes, slots, usable)
-        saved = csr_array(np.pad(value, ((0, 0), (0, 1))))
+        saved = csr_array(np.column_stack([value, left_over[block_classes].sum(axis=1)]))
         _, taken = pair(Classes.numbered(of_block, len(first)), places, saved, ranges)
         chosen = np.flatnonzero(taken < len(usable))
         taken = usable[taken[chosen]]
@@ -214,8 +222,10 @@ class _Placing:
         value = self._promise(block_classes, slot_classes)
         wanted = self._table[:, slot_classes].argmax(axis=2)[block_classes]  # (blocks, size, slots)
         wanted.sort(axis=1)
-        clash = (np.diff(wanted, axis=1) == 0).any(axis=1)
-        for block, slot in zip(*np.nonzero(clash & (value > 0)), strict=True):
+        clash = np.nonzero((np.diff(wanted, axis=1) == 0).any(axis=1) & (value > 0))
+        if len(clash[0]) > _MOST_ASSIGNED:
+            return value  # thousands of blocks like no other: as promised, though it may be less
+        for block, slot in zip(*clash, strict=True):
             table = self._table[np.ix_(block_classes[block], slot_classes[slot])]
             rows, columns = linear_sum_assignment(table, maximize=True)
             value[block, slot] = table[rows, columns].sum()
