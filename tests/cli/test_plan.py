@@ -229,7 +229,17 @@ def test_a_model_may_be_a_file_and_a_topology_too(shell: Shell, tmp_path: Path) 
         (["pp4", "pp2", "--leave", "9"], "device 9 of --leave is not one of 4"),
         (["pp4", "pp2", "--leave", "3", "--lost", "3"], "in --lost and in --leave"),
         (["pp4", "pp2", "--leave", "3", "--devices", "0-3"], "leave, yet are offered"),
-        (["pp4", "pp4", "--leave", "3"], "needs 4 devices, 3 are available"),
+        (["pp4", "pp4", "--leave", "3"], "needs 4 devices, 3 are available; what to do: add devices (--nodes N"),
+        (["pp4", "pp4", "--leave", "3", "--devices-per-node", "2"], "add devices (--nodes N"),
+        (["pp4", "pp4", "--leave", "3", "--nodes", "2", "--devices-per-node", "2"], "add devices, or choose"),
+        (["pp4", "pp-2"], "not a parallel configuration: 'pp-2'"),
+        (["pp4", "pp2", "--staging", "1"], "an element of 4 bytes has to move, the staging bound is 1"),
+        (["pp4", "pp2", "--layers", "100000000", "--hidden", "64", "--heads", "4"], "layers is 100000000"),
+        (["pp4", "pp2", *SMALL[:6], "--vocab", "9" * 23], "vocab is a number of 77 bits"),
+        (["pp4", "pp2", *SMALL[:6], "--vocab", str(2**61)], "the most is 2**62"),
+        (["pp4", "pp2", "--nodes", "1000000000", "--devices-per-node", "1000000000"], "more than a topology may have"),
+        (["pp4", "pp2", "--devices-per-node", "9" * 20], "more than a topology may have"),
+        (["pp4", "pp2", "--model", "[/bold].json"], "[/bold].json cannot be read"),
     ],
 )
 def test_what_cannot_be_ends_with_3_and_says_why(shell: Shell, arguments: list[str], says: str) -> None:
@@ -260,6 +270,9 @@ def test_what_cannot_be_ends_with_3_and_says_why(shell: Shell, arguments: list[s
         ["pp4", "pp2", "--leave", "3-1"],
         ["pp4", "pp2", "--devices", "0-999999999"],
         ["pp4", "pp2", "--unknown"],
+        *(["pp4", "pp2", option, ""] for option in ("--model", "--topology", "--devices", "--lost", "--leave")),
+        ["pp4", "pp2", "--prev-devices", ""],
+        ["pp4", "pp2", "--devices", "0-2000000,2000000"],
     ],
 )
 def test_wrong_usage_ends_with_2(shell: Shell, arguments: list[str]) -> None:
@@ -270,7 +283,7 @@ def test_wrong_usage_ends_with_2(shell: Shell, arguments: list[str]) -> None:
 def test_lists_of_devices_are_numbers_and_ranges_in_the_order_given() -> None:
     assert device_list("8-10,3, 5", "--devices") == (8, 9, 10, 3, 5)
     assert device_list(None, "--devices") == ()
-    for wrong in ("1,,2", "-3", "4-2", "1,0-1", "a", "0-9999999"):
+    for wrong in ("", "1,,2", "-3", "4-2", "1,0-1", "a", "0-9999999", "٣"):
         with pytest.raises(typer.BadParameter):
             device_list(wrong, "--devices")
 
@@ -313,6 +326,20 @@ def test_a_plan_is_the_same_for_every_hash_seed_and_needs_no_torch() -> None:
         )
         digests.add(json.loads(run.stdout)["digest"])
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("columns", ["10", "40"])
+def test_a_narrow_terminal_cuts_no_figure_and_no_digest(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    asked = ["plan", "pp8", "pp4", *SMALL, "--devices-per-node", "4"]
+    digest = shell(*asked, "--json").json["digest"]
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = shell(*asked).out
+    assert digest in shown
+    for line in ((*asked, "pp2"), ("explain", *asked[1:]), ("explain", *asked[1:], "--program", "0")):
+        assert "…" not in shell(*line).out
+    assert "…" not in shown
 
 
 # explain

@@ -146,6 +146,12 @@ def test_what_is_not_there_is_refused_with_what_to_do(tmp_path: Path, monkeypatc
         bench.run_bench("other", folder=folder(tmp_path))
     with pytest.raises(Infeasible, match="bench toy' first"):
         bench.run_bench("toy", docs=True, folder=tmp_path / "benchmarks")
+    for text in ("{", "[]", '{"rows": 3}', "[" * 100_000):
+        saved = tmp_path / "benchmarks" / "results" / "toy.json"
+        saved.parent.mkdir(exist_ok=True)
+        saved.write_text(text)
+        with pytest.raises(Mismatch, match="what to do: run it again"):
+            bench.run_bench("toy", docs=True, folder=tmp_path / "benchmarks")
     monkeypatch.setattr(bench, "__file__", str(tmp_path / "a" / "b" / "c" / "d" / "e.py"))
     monkeypatch.chdir(tmp_path / "docs")
     with pytest.raises(Infeasible, match="clone the repository"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -75,7 +76,7 @@ def test_ranks_lie_as_in_megatron(text: str) -> None:
             assert [getattr(experts[rank], axis) for rank in group] == list(range(len(group)))
 
 
-@pytest.mark.parametrize("text", ["pp4tp2", "PP4-TP2", "tp=2, pp=4", "pp4_tp2_dp1", "pp4tp2ep1etp2"])
+@pytest.mark.parametrize("text", ["pp4tp2", "PP4-TP2", "tp=2, pp=4", "pp4_tp2_dp1", "pp4tp2ep1etp2", " pp 4 - tp 2 "])
 def test_any_usual_spelling_is_read(text: str) -> None:
     assert ParallelConfig.parse(text) == ParallelConfig(pp=4, tp=2, dp=1)
 
@@ -102,6 +103,11 @@ def test_a_coordinate_names_context_parallelism_only_where_there_is_some() -> No
         ("pp0", "size 0"),
         ("etp0", "size 0"),
         ("tp2dp3ep4", r"ep 4 x etp 2 = 8 does not divide the tp x cp x dp = 6"),
+        ("pp-2", "not a parallel"),  # not pp2, and not a size of -2
+        ("tp4, pp - 2", "not a parallel"),
+        ("pp1 2", "not a parallel"),  # not pp12
+        ("pp\N{FULLWIDTH DIGIT TWO}", "not a parallel"),
+        ("pp" + "9" * 5000, "'pp' has a size of 5000 digits"),
         ("tp4etp3", r"ep 1 x etp 3 = 3 does not divide"),
     ],
 )
@@ -109,6 +115,12 @@ def test_anything_else_is_refused_with_advice(text: str, reason: str) -> None:
     with pytest.raises(Infeasible, match=reason) as caught:
         ParallelConfig.parse(text)
     assert "what to do" in str(caught.value)
+
+
+@pytest.mark.parametrize("size", ["pp4tp2", "4", 2.0, True, [4]])
+def test_a_size_that_is_no_whole_number_is_refused_and_text_is_sent_to_parse(size: Any) -> None:
+    with pytest.raises(Infeasible, match=r"axis pp has size .*, expected a whole number.*ParallelConfig\.parse"):
+        ParallelConfig(size)
 
 
 def test_a_rank_outside_is_refused() -> None:

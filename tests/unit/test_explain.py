@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from fractions import Fraction
 
 from hypothesis import given, settings
@@ -105,13 +106,51 @@ def common(one: Shard, other: Shard) -> int:
 
 def test_devices_are_shown_by_node_before_and_after() -> None:
     found, plan = explained("pp4", "pp2", layers=4, per_node=2)
-    assert found.before == (0, 1, 2, 3)
+    assert found.before == {0: 0, 1: 1, 2: 2, 3: 3}
     assert [found.after[device] for device in plan.curr.devices] == [0, 1]
     shown = text(found)
     assert "before  p2t0d0 p3t0d0" in shown
     assert "after   - -" in shown  # the other node is free, whichever it is
     record = found.to_json()["nodes"][1]
-    assert record == {"node": 1, "devices": [2, 3], "before": [2, 3], "after": list(found.after[2:])}
+    after = found.after
+    assert record == {
+        "node": 1,
+        "devices": [2, 3],
+        "ranks": [
+            {"device": 2, "before": 2, "after": after.get(2)},
+            {"device": 3, "before": 3, "after": after.get(3)},
+        ],
+    }
+
+
+def test_devices_without_a_rank_are_counted_and_cost_nothing() -> None:
+    topology = Topology(200_000, 8)
+    change = Change(parse("pp2"), parse("pp3"), 6, (9, 30), (9, 30, 31), topology)
+    catalogue = Catalogue.of(Model.from_dimensions(layers=6, hidden=8, heads=2, vocab=10))
+    found = explain(change, solve(change, catalogue.layout("pp2"), catalogue.layout("pp3")))
+    record = found.to_json()
+    assert [(node["node"], [one["device"] for one in node["ranks"]]) for node in record["nodes"]] == [
+        (1, [9]),
+        (3, [30, 31]),
+    ]
+    assert record["unused_nodes"] == 199_998
+    assert len(json.dumps(record)) < 4000
+    shown = " ".join(text(found).split())
+    assert "199,998 more nodes, all free" in shown
+    assert "1 before - p0t0d0 - - - - - -" in shown
+
+
+def test_a_wide_node_shows_its_many_free_devices_as_a_number() -> None:
+    change = Change(parse("pp1"), parse("pp1"), 6, (90_000,), (90_000, 99_998), Topology(1, 100_000))
+    catalogue = Catalogue.of(Model.from_dimensions(layers=6, hidden=8, heads=2, vocab=10))
+    shown = text(explain(change, solve(change, catalogue.layout("pp1"), catalogue.layout("pp1"))))
+    assert "before  90,000 x - p0t0d0     9,999 x -" in shown
+
+
+def test_a_narrow_console_gets_fewer_columns_of_a_matrix_and_is_told_so() -> None:
+    found, _ = explained("pp4tp2", "pp6tp4")
+    titles = [title for title, _ in explanation_tables(found, 40)]
+    assert any("the first 24 x 6 of 24 x 8" in title for title in titles)
 
 
 def test_large_matrices_are_cut_to_80_columns_and_say_so() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardshift.models import PRESETS, Experts, Model, parameter_count, preset
-from shardshift.values import Infeasible
+from shardshift.models import PRESETS, Catalogue, Experts, Model, parameter_count, preset
+from shardshift.values import Infeasible, ParallelConfig
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -111,8 +112,8 @@ def test_a_file_and_its_folder_are_read(tmp_path: Path) -> None:
         ({"model_type": "llama", "hidden_size": 8, "vocab_size": None}, "lacks num_hidden_layers, .*vocab_size"),
         (LLAMA | {"attention_bias": True}, "attention_bias True with mlp_bias False is not described"),
         (LLAMA | {"model_type": "qwen3", "attention_bias": True}, "attention_bias True is not described"),
-        (LLAMA | {"num_hidden_layers": "32"}, "layers is '32'"),
-        (LLAMA | {"num_hidden_layers": -1}, "layers is -1; .* give 0 or more"),
+        (LLAMA | {"num_hidden_layers": 10**9}, "config.json: the model: layers is 1000000000; .* 10000 or fewer"),
+        (LLAMA | {"vocab_size": 10**400}, "vocab is a number of 1329 bits"),
         (LLAMA | {"hidden_size": 4097}, "hidden 4097 is not divisible by 32 heads"),
         (LLAMA | {"num_key_value_heads": 7}, "32 heads are not a multiple of 7 kv_heads"),
     ],
@@ -123,7 +124,80 @@ def test_a_configuration_that_is_not_described_is_refused(values: dict[str, Any]
     assert "what to do" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", None])
+DEEP: list[Any] = [[[[[[[[1]]]]]]]]
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"])
+@pytest.mark.parametrize(
+    "wrong", ["4", "", 4.0, 0, -1, True, [4], {"a": 4}, float("nan"), float("inf"), DEEP], ids=lambda value: repr(value)
+)
+def test_a_size_that_is_no_positive_whole_number_is_refused_by_file_key_and_value(
+    tmp_path: Path, key: str, wrong: Any
+) -> None:
+    file = tmp_path / "my.json"
+    file.write_text(json.dumps(LLAMA | {key: wrong}))
+    with pytest.raises(Infeasible, match=rf"my\.json: {key}: expected a whole number of at least 1, got .*what to do"):
+        Model.from_config_json(file)
+
+
+def refusal(values: dict[str, Any]) -> str:
+    try:
+        Model.from_config_json(values)
+    except Infeasible as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_whatever_a_key_holds_a_configuration_is_read_or_refused_in_words(kind: str) -> None:
+    values = {**PUBLISHED[kind][0], "model_type": kind}
+    anything: list[Any] = ["no", 1.5, -1, 0, True, [1], {}, None, 10**30, DEEP]
+    for key in values:
+        for wrong in anything:
+            refused = refusal(values | {key: wrong})
+            assert not refused or "what to do" in refused
+
+
+@pytest.mark.parametrize("wrong", ["no", "false", 0, 1, []])
+def test_a_flag_that_is_neither_true_nor_false_is_refused(wrong: Any) -> None:
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        with pytest.raises(Infeasible, match=rf"{key}: expected true or false, got"):
+            Model.from_config_json(LLAMA | {key: wrong})
+
+
+def test_a_key_that_is_null_is_as_one_left_out() -> None:
+    null = dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "head_dim"))
+    assert Model.from_config_json(LLAMA | null) == preset("llama3-8b")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"hidden": "64"}, "hidden is '64'"),
+        ({"heads": 4.0}, "heads is 4.0"),
+        ({"heads": True}, "heads is True"),
+        ({"heads": 0}, "heads is 0"),
+        ({"layers": 10_001}, "layers is 10001; what to do: give 10000 or fewer"),
+        ({"vocab": 10**5000}, "vocab is a number of 16610 bits"),
+        ({"ffn": None, "hidden": 2**62}, "hidden is a number of 63 bits"),
+    ],
+)
+def test_dimensions_that_are_no_sizes_are_refused(sizes: dict[str, Any], says: str) -> None:
+    with pytest.raises(Infeasible, match=says):
+        Model.from_dimensions(**{"layers": 2, "hidden": 8, "heads": 2} | sizes)
+
+
+def test_a_state_that_64_bits_do_not_count_is_refused_before_arrays_are_made_of_it() -> None:
+    for sizes in ({"vocab": 2**61}, {"hidden": 2**34}, {"ffn": 2**58}):
+        model = Model.from_dimensions(**{"layers": 2, "hidden": 8, "heads": 2} | sizes)
+        with pytest.raises(Infeasible, match=r"takes the model's state to .* bytes or more, the most is 2\*\*62"):
+            Catalogue.of(model)
+    padded = replace(Model.from_dimensions(layers=2, hidden=8, heads=2), vocab_divisor=2**61)
+    with pytest.raises(Infeasible, match="padded to a multiple"):
+        Catalogue.of(padded).layout(ParallelConfig(tp=2))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", None, "[" * 100_000, '{"a": ' * 100_000, "9" * 5000])
 def test_a_file_that_is_none_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "other.json"
     if text is not None:

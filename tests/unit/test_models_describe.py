@@ -336,6 +336,22 @@ def test_what_does_not_divide_is_refused_by_name(
     assert str(ParallelConfig.parse(text)) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"), [("dp1000000000", "1000000000 ranks"), ("vpp1000000000", "1000000000 virtual stages")]
+)
+def test_axes_of_a_slip_of_the_keyboard_are_refused_before_anything_is_made(text: str, says: str) -> None:
+    with pytest.raises(Infeasible, match=f"{says}, the most is .*what to do"):
+        describe(GPT, ParallelConfig.parse(text))
+
+
+def test_a_configuration_may_be_its_text() -> None:
+    catalogue = Catalogue.of(GPT)
+    whole = catalogue.layout(ParallelConfig(pp=2, vpp=2))
+    assert catalogue.layout("pp2vpp2").digest == whole.digest == describe(GPT, "pp2vpp2").digest
+    with pytest.raises(Infeasible, match="not a parallel configuration"):
+        catalogue.layout("2x2")
+
+
 def test_a_hundred_thousand_ranks_own_all_of_the_optimizer_state_once() -> None:
     model = Model.from_dimensions(layers=96, hidden=12288, heads=96)
     config = ParallelConfig(pp=16, tp=16, dp=512)

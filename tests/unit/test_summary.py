@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardshift.models import Catalogue, Model
 from shardshift.plan.methods import Change, Method, solve
 from shardshift.plan.plan import Plan
-from shardshift.plan.summary import Summary, old_bytes, peak_extra_bytes, require_memory, summarise
+from shardshift.plan.summary import Summary, old_bytes, peak_extra_bytes, require_memory, require_staging, summarise
 from shardshift.values import Infeasible, ParallelConfig, Topology
 
 MODEL = Model.from_dimensions(layers=5, hidden=24, heads=12, kv_heads=12, vocab=40, positions=4)
@@ -102,6 +102,19 @@ def test_a_move_that_just_fits_is_allowed_and_one_byte_less_is_refused_by_device
     require_memory(plan, asked.topology, 1000)  # unknown memory refuses nothing
     with pytest.raises(Infeasible, match=f"device {max(needed, key=needed.__getitem__)} needs {most} bytes"):
         require_memory(plan, replace(asked.topology, device_memory_bytes=most - 1), 1000)
+
+
+@settings(max_examples=20)
+@given(prev=CONFIGS, curr=CONFIGS)
+def test_staging_is_refused_where_the_largest_element_that_moves_does_not_fit(
+    prev: ParallelConfig, curr: ParallelConfig
+) -> None:
+    _, (plan,) = planned(change(prev, curr))
+    largest = max((one.piece.tensor.itemsize for one in plan.transfers), default=0)
+    require_staging(plan, largest)
+    if largest:
+        with pytest.raises(Infeasible, match=f"an element of {largest} bytes has to move, the staging bound is 1 "):
+            require_staging(plan, 1)
 
 
 def test_two_phases_are_both_counted_and_the_bound_is_that_of_going_there_at_once() -> None:

@@ -34,6 +34,14 @@ def test_an_empty_cluster_is_refused(nodes: int, devices: int) -> None:
         Topology(nodes, devices)
 
 
+@pytest.mark.parametrize("size", [(10**9, 10**9), (1, 10**20), (2**21 + 1, 1), (10**8, 8)])
+def test_a_cluster_of_more_devices_than_there_are_is_refused_before_anything_is_made(size: tuple[int, int]) -> None:
+    with pytest.raises(Infeasible, match="more than a topology may have, 2097152; what to do"):
+        Topology(*size)
+    with pytest.raises(Infeasible, match="more than a topology may have"):
+        Topology(1, size[1]).with_nodes(size[0])
+
+
 def test_the_default_is_pcie_and_100_gigabits_a_device() -> None:
     topology = Topology(2, 4)
     assert topology.device_in_bytes_per_s().tolist() == topology.device_out_bytes_per_s().tolist() == [25e9] * 8
@@ -175,6 +183,11 @@ def test_a_file_may_start_from_a_preset(tmp_path: Path) -> None:
             r"links\[1\].nodes: expected each number once over all exceptions, got 1 again",
         ),
         ("nodes = ", "not a readable topology file"),
+        ("nodes = 100000000\ndevices_per_node = 8", "100000000 nodes x 8 devices are more than a topology may have"),
+        ('preset = "cluster-a"\nnodes = 1000000000', "1000000000 nodes x 4 devices are more than"),
+        ("nodes = " + "9" * 5000, "not a readable topology file"),
+        ("nodes = " + "[" * 5000, "not a readable topology file"),
+        ("nodes = " + "9" * 400 + "\ndevices_per_node = 1", r"9{5,30}\.\.\.9{5,30} nodes x 1 devices are more than"),
     ],
 )
 def test_a_wrong_file_is_refused_by_file_and_key(tmp_path: Path, text: str, says: str) -> None:

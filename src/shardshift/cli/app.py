@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import io
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +24,9 @@ INFEASIBLE: Final = 3
 """Exit status where something asked for cannot be (lost state included); 1: any other failure, 2: wrong usage."""
 
 _EXITS: Final = "Exit status: 0 done, 2 wrong usage, 3 it cannot be (lost state included), 1 anything else."
+_SIGPIPE: Final = 13
+_IN_ASCII: Final = "shardshift-in-ascii"
+_ASCII: Final = {"→": "->", "≤": "<="}
 _DEMO_STEPS, _QUICK_STEPS = 60, 10
 
 app = typer.Typer(
@@ -86,6 +93,7 @@ def plan(
     With several CURR: one row for each, or with --json a list.
     """
     asked = options.requests(**_asked(locals()))
+    _end_when_nobody_reads()
     from .plan import print_comparison, print_plan
 
     if len(asked) > 1:
@@ -128,6 +136,7 @@ def explain(
 ) -> None:
     """Show why a plan is as it is: cost matrices, pairs, who sits where before and after, one device's program."""
     (asked,) = options.requests(**_asked(locals()) | {"curr": [curr]})
+    _end_when_nobody_reads()
     from .explain import print_explanation
 
     print_explanation(asked, program=program, as_json=as_json)
@@ -142,6 +151,8 @@ def bench(
     ] = False,
 ) -> None:
     """Run a benchmark of this checkout, and overwrite its result in benchmarks/results; --docs has to follow."""
+    if name == "list":
+        _end_when_nobody_reads()
     from .bench import run_bench
 
     run_bench(name, as_json=as_json, docs=docs)
@@ -153,14 +164,58 @@ def _asked(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the command line; an error that shardshift raises on purpose is one line on stderr, never a traceback."""
+    """Run the command line; an error that shardshift raises on purpose is one line on stderr, never a traceback.
+
+    So is an error of the system: a full disk, a file that may not be written. Output that an encoding does not know
+    is written in ASCII.
+    """
     # What a batch system sends: leave as for Ctrl-C, so that processes are ended and folders removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    codecs.register_error(_IN_ASCII, _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_IN_ASCII)
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, and not at exit, where an error has nobody to be said by
     except ShardshiftError as error:
         kind = "" if type(error) is ShardshiftError else f"{type(error).__name__}: "
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
-        console.print("error: ", end="", style="bold red")
-        console.print(f"{kind}{error}", markup=False)
+        _say_error(f"{kind}{error}")
         sys.exit(INFEASIBLE if isinstance(error, Infeasible | StateLost) else 1)
+    except BrokenPipeError:
+        _drop_output()
+        sys.exit(128 + _SIGPIPE)
+    except (ConnectionError, TimeoutError):
+        raise  # of processes of a job: not of this command's files
+    except OSError as error:
+        _drop_output()
+        _say_error(f"{error.filename or 'the output'}: {error.strerror or error}")
+        sys.exit(1)
+
+
+def _say_error(text: str) -> None:
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print("error: ", end="", style="bold red")
+    console.print(text, markup=False)
+
+
+def _end_when_nobody_reads() -> None:
+    """In commands that only print: ``| head`` ends them by SIGPIPE, in silence, as it ends ``cat``."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def _drop_output() -> None:
+    """What could not be written is not tried again at exit."""
+    with contextlib.suppress(OSError, ValueError):  # no file: a test's stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    wrong = error.object[error.start : error.end]
+    return "".join(_ASCII.get(letter, "?") for letter in wrong), error.end

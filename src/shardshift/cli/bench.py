@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..report.bench import Benchmark, Row, count_met, machine, with_table
-from ..values import Infeasible, ShardshiftError
+from ..report.console import print_whole
+from ..values import Infeasible, Mismatch, ShardshiftError
 
 _PAGE: Final = Path("docs") / "performance.md"
 
@@ -66,14 +67,15 @@ def run_bench(name: str, *, as_json: bool = False, docs: bool = False, folder: P
     saved = folder / "results" / f"{name}.json"
     if docs:
         write_docs(saved, folder.parent / _PAGE)
-        console.print(f"wrote {folder.parent / _PAGE}")
+        console.print(f"wrote {folder.parent / _PAGE}", markup=False)
         return
     scale, rows = _load(name, known[name])(lambda line: console.print(escape(line), style="dim"))
     benchmark = Benchmark(name, machine(), scale, tuple(rows))
-    console.print(benchmark.table())
+    print_whole(console, benchmark.table())
     saved.parent.mkdir(exist_ok=True)
     saved.write_text(json.dumps(benchmark.to_json(), indent=2) + "\n")
-    console.print(f"{count_met(rows)}; wrote {saved}; 'shardshift bench {name} --docs' puts it into {_PAGE}")
+    wrote = f"{count_met(rows)}; wrote {saved}; 'shardshift bench {name} --docs' puts it into {_PAGE}"
+    console.print(wrote, markup=False)
     if as_json:
         print(json.dumps(benchmark.to_json()))
     if not benchmark.passed:
@@ -102,10 +104,15 @@ def write_docs(saved: Path, page: Path) -> None:
 
     Raises:
         Infeasible: if there is no such result, or the page has no place for it.
+        Mismatch: if the file holds something else.
     """
     if not saved.exists():
         raise Infeasible(f"{saved} is not there; what to do: run 'shardshift bench {saved.stem}' first")
-    benchmark = Benchmark.from_json(json.loads(saved.read_text()))
+    try:
+        record = json.loads(saved.read_text())
+    except (ValueError, RecursionError) as error:
+        raise Mismatch(f"{saved} is not the result of a benchmark: {error}; what to do: run it again") from error
+    benchmark = Benchmark.from_json(record)
     page.write_text(with_table(page.read_text(), benchmark))
 
 

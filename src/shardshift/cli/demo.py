@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..report import DemoReport, save_loss_plot, transitions_table
+from ..report.console import print_whole
 from ..values import Infeasible
 
 _NEEDED = {"megatron.core": "megatron-core", "matplotlib": "matplotlib", "psutil": "psutil"}
@@ -59,7 +60,7 @@ def run_and_report(console: Console, *, steps: int, data: Path | None, out: Path
             bars.advance(tasks[what], done)
 
         report = run_demo(steps, source, progress=progress)
-    console.print(transitions_table(report.transitions))
+    print_whole(console, transitions_table(report.transitions))
     save_loss_plot(report, out / "loss.png")
     (out / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
     helpers_s = max(transition.checkpoint_helpers_s for transition in report.transitions)

@@ -7,6 +7,7 @@ import json
 from rich.console import Console
 
 from ..plan.plan import Plan
+from ..report.console import print_whole
 from ..report.explain import explain
 from ..report.explain_tables import explanation_tables
 from ..report.plan import cluster_line
@@ -38,7 +39,7 @@ def print_explanation(request: Request, *, program: int | None, as_json: bool) -
         for one in programs:
             summary, *details = describe(one)
             console.print(summary, markup=False)
-            console.print(peer_table(one))
+            print_whole(console, peer_table(one))
             for line in details:
                 console.print(line, markup=False)
         return
@@ -46,14 +47,15 @@ def print_explanation(request: Request, *, program: int | None, as_json: bool) -
     if as_json:
         print(json.dumps(explained.to_json()))
         return
-    console.print(f"{request.change.prev} → {request.change.curr}, {request.model_title}, {request.method}")
-    console.print(f"on {cluster_line(request.change.topology, request.rates_from)}")
-    if request.hint:
-        console.print(request.hint)
-    for title, table in explanation_tables(explained):
-        console.print(f"\n{title}", style="bold")
+    title = f"{request.change.prev} → {request.change.curr}, {request.model_title}, {request.method}"
+    for line in (title, f"on {cluster_line(request.change.topology, request.rates_from)}", request.hint):
+        if line:
+            console.print(line, markup=False)
+    for heading, table in explanation_tables(explained, console.width):
+        console.print()
+        console.print(heading, style="bold", markup=False)
         if table:
-            console.print(table)
+            print_whole(console, table)
 
 
 def _program(plan: Plan, device: int, staging_bytes: int) -> Program:

@@ -16,15 +16,14 @@ from ..models import PRESETS as MODELS
 from ..models import Catalogue, Model, parameter_count, preset
 from ..plan.methods import Change, Method, solve
 from ..plan.plan import Plan
-from ..plan.summary import STAGING_BYTES, require_memory
+from ..plan.summary import STAGING_BYTES, require_memory, require_staging
 from ..report.plan import model_title
 from ..values import Infeasible, ParallelConfig, StateLost, Topology
+from ..values.topology import MOST_DEVICES
 from ..values.topology import PRESETS as TOPOLOGIES
 
 DEFAULT_MODEL: Final = "gpt3-6.7b"
 _NAMES_SHOWN: Final = 6
-_MOST_DEVICES: Final = 2**21
-"""Beyond this, numbers are taken for a slip of the keyboard rather than planned for."""
 _LIKELY_NODE: Final = 16
 """More devices than this are hardly one machine, so that they count as one node is said."""
 _UNITS: Final = {"": 1, "b": 1} | {
@@ -173,6 +172,7 @@ class Request:
         staging_bytes: the most that a device stages in either direction.
         rates_from: where the topology's rates are from: a preset, a file, or the defaults.
         assumed_one_node: whether nothing was said of nodes.
+        counted_devices: whether nothing said how many devices there are, so that the layouts' ranks were counted.
     """
 
     model: Model
@@ -183,6 +183,7 @@ class Request:
     staging_bytes: int
     rates_from: str
     assumed_one_node: bool
+    counted_devices: bool
 
     @property
     def model_title(self) -> str:
@@ -200,9 +201,10 @@ class Request:
         """Plan it: the moves one after the other, and the seconds for layouts, placement, sources and proof.
 
         Raises:
-            Infeasible: if it cannot be, or does not fit the memory of the devices.
+            Infeasible: if it cannot be, or does not fit the memory of the devices or the staging.
             StateLost: naming some of the tensors that no living device holds, and how many they are.
         """
+        self._require_devices()
         catalogue = Catalogue.of(self.model)  # the model's names: no part of planning a change
         start_s = clock()
         try:
@@ -212,8 +214,24 @@ class Request:
             raise _shortened(lost, self.change) from lost
         plan_s = clock() - start_s
         for plan in plans:
+            require_staging(plan, self.staging_bytes)
             require_memory(plan, self.change.topology, self.staging_bytes)
         return plans, plan_s
+
+    def _require_devices(self) -> None:
+        """What ``make_plan`` refuses too, but here with the options that help."""
+        curr, available = self.change.curr, len(self.change.devices)
+        if curr.world_size <= available:
+            return
+        more = "add devices"
+        if self.counted_devices:
+            more += (
+                " (--nodes N --devices-per-node M, --topology or --devices say which there are, beside those in use)"
+            )
+        raise Infeasible(
+            f"{curr} needs {curr.world_size} devices, {available} are available; what to do: {more}, or choose a "
+            "smaller configuration"
+        )
 
 
 def requests(
@@ -246,11 +264,14 @@ def requests(
         typer.BadParameter: if options do not go together, or a list of devices is not one.
         Infeasible: if a layout, model, topology or set of devices cannot be.
     """
+    for option, text in (("--model", model), ("--topology", topology)):
+        if text is not None and not text.strip():
+            raise typer.BadParameter("it is empty; leave the option out for its default", param_hint=option)
     before, *after = (ParallelConfig.parse(text) for text in (prev, *curr))
     for config in (before, *after):
-        if config.world_size > _MOST_DEVICES:
+        if config.world_size > MOST_DEVICES:
             raise Infeasible(
-                f"{config} has {config.world_size} ranks; what to do: plan for {_MOST_DEVICES} at most, the time "
+                f"{config} has {config.world_size} ranks; what to do: plan for {MOST_DEVICES} at most, the time "
                 "grows with them"
             )
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn, "vocab": vocab}
@@ -262,16 +283,18 @@ def requests(
         raise Infeasible(
             f"devices {both} are in --lost and in --leave; what to do: name in --leave those that still live"
         )
-    held = device_list(prev_devices, "--prev-devices") if prev_devices else tuple(range(before.world_size))
-    usable = device_list(devices, "--devices") if devices else None
+    held = device_list(prev_devices, "--prev-devices") if prev_devices is not None else tuple(range(before.world_size))
+    usable = device_list(devices, "--devices") if devices is not None else None
     largest = max(config.world_size for config in after)
     where = _topology(topology, nodes, devices_per_node, max(largest, *(1 + d for d in (*held, *(usable or ())))))
     if outside := [device for device in leaving if device >= where.devices]:
         raise Infeasible(
             f"device {outside[0]} of --leave is not one of {where.devices}; what to do: name devices of {before}"
         )
+    counted = usable is None and topology is None and nodes is None
     if usable is None:
-        usable = tuple(device for device in range(where.devices) if device not in {*gone, *leaving})
+        out = {*gone, *leaving}
+        usable = tuple(device for device in range(where.devices) if device not in out)
     elif both := sorted(set(usable) & set(leaving)):
         raise Infeasible(f"devices {both} leave, yet are offered in --devices; what to do: name them in one of both")
     rates_from = topology or "default rates"
@@ -286,6 +309,7 @@ def requests(
             staging,
             rates_from,
             one_node,
+            counted,
         )
         for config in after
     )
@@ -295,20 +319,22 @@ def device_list(text: str | None, option: str) -> tuple[int, ...]:
     """Read ``0-15,20``: numbers and ranges, ends included.
 
     Raises:
-        typer.BadParameter: if it is not of that form, or names a device twice or one beyond any cluster.
+        typer.BadParameter: if it is not of that form (an empty one is not), or names a device twice or one beyond any
+            cluster.
     """
     found: list[int] = []
-    for part in (text or "").split(",") if text else ():
-        match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
+    seen: set[int] = set()
+    for part in () if text is None else text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
         if not match or (match[2] and int(match[2]) < int(match[1])):
             raise typer.BadParameter(f"{part!r} is not a device or a range; write it like 0-15,20", param_hint=option)
         first, last = int(match[1]), int(match[2] or match[1])
-        if last >= _MOST_DEVICES:
-            raise typer.BadParameter(f"device {last} is beyond {_MOST_DEVICES - 1}", param_hint=option)
+        if last >= MOST_DEVICES:
+            raise typer.BadParameter(f"device {last} is beyond {MOST_DEVICES - 1}", param_hint=option)
+        if twice := seen.intersection(range(first, last + 1)):
+            raise typer.BadParameter(f"device {min(twice)} is named twice", param_hint=option)
+        seen.update(range(first, last + 1))
         found += range(first, last + 1)
-    if len(found) > len(distinct := set(found)):
-        twice = next(device for device in sorted(distinct) if found.count(device) > 1)
-        raise typer.BadParameter(f"device {twice} is named twice", param_hint=option)
     return tuple(found)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ..plan.summary import Summary, summarise
+from ..report.console import print_whole
 from ..report.plan import comparison_table, summary_table
 from ..values import Infeasible, StateLost
 from .options import Request
@@ -22,10 +23,11 @@ def print_plan(request: Request, *, as_json: bool) -> None:
         StateLost: if lost devices held what nobody else holds.
     """
     summary = _summary(request)
-    Console(stderr=as_json, highlight=False).print(
+    print_whole(
+        Console(stderr=as_json, highlight=False),
         summary_table(
             summary, request.change.topology, request.model_title, called=request.rates_from, hint=request.hint
-        )
+        ),
     )
     if as_json:
         print(json.dumps(summary.to_json()))
@@ -54,7 +56,8 @@ def print_comparison(requests: Sequence[Request], *, as_json: bool) -> bool:
             found.append((name, summary))
             records.append(summary.to_json())
     first = requests[0]
-    Console(stderr=as_json, highlight=False).print(
+    print_whole(
+        Console(stderr=as_json, highlight=False),
         comparison_table(
             str(first.change.prev),
             found,
@@ -62,7 +65,7 @@ def print_comparison(requests: Sequence[Request], *, as_json: bool) -> bool:
             first.model_title,
             called=first.rates_from,
             hint=first.hint,
-        )
+        ),
     )
     if as_json:
         print(json.dumps(records))

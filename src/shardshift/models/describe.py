@@ -17,6 +17,7 @@ and gathers activations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, assert_never
@@ -34,6 +35,12 @@ from .zero import Buffers, Cut, flat_rows
 Ints = NDArray[np.int64]
 
 _OPTIMIZER: Final = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+_STATE_BYTES: Final = 2 + 3 * 4
+"""Bytes of a parameter's state: bf16, fp32 master and both moments."""
+_MOST_BYTES: Final = 2**62
+"""Bytes are counted in 64 bits; no sum over a state, padded, may come near the end of them."""
+_MOST_CUTS: Final = 2**21
+"""Ranks, and virtual stages, that a layout is made for: a slip of the keyboard must not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +63,13 @@ class Catalogue:
 
     @classmethod
     def of(cls, model: Model, *, moments: bool = True) -> Catalogue:
-        """The catalogue of a model, with or without optimizer state."""
+        """The catalogue of a model, with or without optimizer state.
+
+        Raises:
+            Infeasible: if its state is of ``_MOST_BYTES`` or more.
+        """
         listed = tuple(parameters(model))
+        _require_countable(model, listed)
         rules: dict[tuple[Rule, bool], int] = {}
         rule_of = [rules.setdefault((p.rule, p.place is End.BOTH), len(rules)) for p in listed]
         tensors = [Tensor(Kind.PARAM, p.name, p.rule.shape, "bfloat16", 2) for p in listed]
@@ -65,8 +77,12 @@ class Catalogue:
             tensors += [Tensor(kind, p.name, p.rule.shape, "float32", 4) for p in listed]
         return cls(model, listed, tuple(rules), np.array(rule_of), tuple(tensors))
 
-    def layout(self, config: ParallelConfig, *, zero1: bool = False, split: Sequence[int] | None = None) -> Layout:
-        """The layout of the model under a configuration; see ``describe``."""
+    def layout(
+        self, config: ParallelConfig | str, *, zero1: bool = False, split: Sequence[int] | None = None
+    ) -> Layout:
+        """The layout of the model under a configuration, or its text; see ``describe``."""
+        if isinstance(config, str):
+            config = ParallelConfig.parse(config)
         _check(self.model, config)
         virtual = np.concatenate([virtual_stage_of(self.model.layers, config, split), [0, config.pp * config.vpp - 1]])
         layers = self.model.layers
@@ -122,7 +138,7 @@ class Catalogue:
 
 def describe(
     model: Model,
-    config: ParallelConfig,
+    config: ParallelConfig | str,
     *,
     zero1: bool = False,
     split: Sequence[int] | None = None,
@@ -134,13 +150,14 @@ def describe(
 
     Args:
         model: the model.
-        config: all axes count; ep and etp do nothing to a model without experts.
+        config: all axes count; ep and etp do nothing to a model without experts. A text is parsed.
         zero1: whether each rank owns a range of the optimizer state (Megatron's distributed optimizer).
         split: layers per virtual stage (chunk c of stage s is c * pp + s); None: as even as can be.
         moments: whether there is optimizer state: fp32 masters and both moments of Adam.
 
     Raises:
-        Infeasible: if an axis does not divide what it cuts, or the split is not one of the model's layers.
+        Infeasible: if an axis does not divide what it cuts, the split is not one of the model's layers, or sizes are
+            beyond what is counted.
     """
     return Catalogue.of(model, moments=moments).layout(config, zero1=zero1, split=split)
 
@@ -190,8 +207,33 @@ def _cut(rule: Rule, dims: int, config: ParallelConfig, model: Model) -> Cut:
     return Cut(low, high, memory)
 
 
+def _require_countable(model: Model, listed: Sequence[Parameter]) -> None:
+    """Refuse sizes that are beyond what is counted, before an array is made of them."""
+    sizes: dict[Rule, int] = {}
+    total = 0
+    for parameter in listed:
+        rule = parameter.rule
+        if rule not in sizes:
+            sizes[rule] = math.prod(rule.shape)
+        total += sizes[rule] * _STATE_BYTES
+        if total >= _MOST_BYTES:
+            raise Infeasible(
+                f"{parameter.name} of shape {rule.shape} takes the model's state to {total:.3g} bytes or more, the "
+                f"most is 2**62; what to do: check the sizes of the model (hidden {model.hidden}, vocabulary "
+                f"{model.vocab})"
+            )
+
+
 def _check(model: Model, config: ParallelConfig) -> None:
     """Refuse what an axis does not divide, before anything, by the first parameter that it would cut."""
+    for what, count in (("ranks", config.world_size), ("virtual stages", config.pp * config.vpp)):
+        if count > _MOST_CUTS:
+            raise Infeasible(f"{config} has {count} {what}, the most is {_MOST_CUTS}; what to do: choose smaller axes")
+    if model.padded_vocab(config.tp) * model.hidden * _STATE_BYTES >= _MOST_BYTES:
+        raise Infeasible(
+            f"{config}: the vocabulary of {model.vocab}, padded to a multiple of {model.vocab_divisor} x tp {config.tp}"
+            f", and hidden {model.hidden} make more than 2**62 bytes; what to do: check these sizes"
+        )
     experts = model.experts
     # The first layer of either sort: dense, and with experts.
     first = {model.has_experts(layer): layer for layer in reversed(range(model.layers))}

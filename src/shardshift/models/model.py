@@ -8,12 +8,18 @@ described. Keeping the names of a framework's options was rejected: each has its
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..values import Infeasible
+
+MOST_LAYERS: Final = 10_000
+"""Layers of a model at most, some ten times as many as any has: a catalogue lists the tensors of each."""
+_MOST_BITS: Final = 62
+"""Of a size: bytes are counted in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,8 @@ class Model:
             ``make_vocab_size_divisible_by``).
 
     Raises:
-        Infeasible: if a size is not positive, heads are no multiple of kv_heads, or experts have biases.
+        Infeasible: if a size is no positive whole number, there are more than ``MOST_LAYERS`` layers, heads are no
+            multiple of kv_heads, or experts have biases.
     """
 
     layers: int
@@ -108,6 +115,11 @@ class Model:
 
     def __post_init__(self) -> None:
         _check_sizes(self, "the model", may_be_zero=("layers", "positions"))
+        if self.layers > MOST_LAYERS:
+            raise Infeasible(
+                f"the model: layers is {self.layers}; what to do: give {MOST_LAYERS} or fewer, each "
+                "tensor of each layer is listed"
+            )
         if self.heads % self.kv_heads:
             raise Infeasible(
                 f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads; what to do: each key and value "
@@ -162,13 +174,14 @@ class Model:
         Raises:
             Infeasible: if a size is not positive or heads do not divide hidden.
         """
+        head_dim = head_size(hidden, heads)  # which checks both
         ffn = 4 * hidden if ffn is None else ffn
         return cls(
             layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=heads if kv_heads is None else kv_heads,
-            head_dim=head_size(hidden, heads),
+            head_dim=head_dim,
             ffn=ffn,
             vocab=vocab,
             tied=True,
@@ -194,9 +207,11 @@ def head_size(hidden: int, heads: int) -> int:
     """Size of a head where none is given.
 
     Raises:
-        Infeasible: if heads do not divide hidden.
+        Infeasible: if heads do not divide hidden, or either is no positive whole number.
     """
-    if heads < 1 or hidden % heads:
+    for name, size in (("hidden", hidden), ("heads", heads)):
+        _check_size("the model", name, size)
+    if hidden % heads:
         raise Infeasible(
             f"hidden {hidden} is not divisible by {heads} heads; what to do: choose heads that divide it, or give the "
             "size of a head"
@@ -207,9 +222,17 @@ def head_size(hidden: int, heads: int) -> int:
 def _check_sizes(value: Experts | LatentAttention | Model, what: str, may_be_zero: tuple[str, ...]) -> None:
     for field in fields(value):
         size = getattr(value, field.name)
-        # A bool is an int to isinstance; where a size is annotated it is a mistake.
-        if field.type == "int" and (not isinstance(size, int) or isinstance(size, bool)):
-            raise Infeasible(f"{what}: {field.name} is {size!r}; what to do: give a whole number")
-        if field.type == "int" and size < (field.name not in may_be_zero):
-            least = 0 if field.name in may_be_zero else 1
-            raise Infeasible(f"{what}: {field.name} is {size}; what to do: give {least} or more")
+        if field.type == "int":
+            _check_size(what, field.name, size, 0 if field.name in may_be_zero else 1)
+        elif field.type == "bool" and not isinstance(size, bool):
+            raise Infeasible(f"{what}: {field.name} is {reprlib.repr(size)}; what to do: give True or False")
+
+
+def _check_size(what: str, name: str, size: object, least: int = 1) -> None:
+    # A bool is an int to isinstance; where a size is annotated it is a mistake.
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise Infeasible(f"{what}: {name} is {reprlib.repr(size)}; what to do: give a whole number")
+    if size.bit_length() > _MOST_BITS:
+        raise Infeasible(f"{what}: {name} is a number of {size.bit_length()} bits; what to do: give less than 2**62")
+    if size < least:
+        raise Infeasible(f"{what}: {name} is {size}; what to do: give {least} or more")

@@ -30,6 +30,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..values import Infeasible, Mismatch, ParallelConfig, Topology
 from .paper import Layers, paper_placement
 from .workload import require_paper_axes
@@ -160,7 +162,8 @@ def migrate_then_defragment(
 
 def free_nodes(placement: Iterable[int], topology: Topology, devices: Iterable[int]) -> int:
     """Nodes on which the job has some of ``devices`` and runs no rank: whole ones, as far as they are the job's."""
-    return len({topology.node_of(device) for device in devices} - {topology.node_of(device) for device in placement})
+    offered, used = (topology.nodes_of(np.fromiter(ids, np.int64)) for ids in (devices, placement))
+    return len(np.setdiff1d(offered, used))
 
 
 def cross_node_tp_groups(config: ParallelConfig, placement: Sequence[int], topology: Topology) -> int:

@@ -62,9 +62,11 @@ def make_plan(
     if both := sorted(set(usable.tolist()) & set(lost)):
         raise Infeasible(f"devices {both} are lost, yet offered to run ranks; what to do: leave them out of devices")
     if topology:
-        every = np.union1d(usable, prev.device_ids)
+        every = np.concatenate([usable, prev.device_ids])
         if (outside := every[(every < 0) | (every >= topology.devices)]).size:
-            raise Infeasible(f"devices {outside.tolist()} are outside a topology of {topology.devices} devices")
+            raise Infeasible(
+                f"devices {np.unique(outside).tolist()} are outside a topology of {topology.devices} devices"
+            )
     cells = account(prev.layout, curr)
     saved = savings(cells, prev, usable)
     least, free = least_bytes(saved)

@@ -70,8 +70,8 @@ class Change:
                 f"devices {_some(strange)} are lost, but {self.prev} does not run on them; what to do: name "
                 "devices that it runs on"
             )
-        every = {*named, *self.devices, *self.lost}
-        if outside := sorted(device for device in every if not 0 <= device < self.topology.devices):
+        count = self.topology.devices  # once, not for each of a million devices
+        if outside := sorted({d for ids in (named, self.devices, self.lost) for d in ids if not 0 <= d < count}):
             raise Infeasible(
                 f"devices {_some(outside)} are outside a topology of {self.topology.nodes} nodes x "
                 f"{self.topology.devices_per_node} devices; what to do: give a larger one, or other devices"

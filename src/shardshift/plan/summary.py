@@ -231,6 +231,25 @@ def require_memory(plan: Plan, topology: Topology, staging_bytes: int) -> None:
         )
 
 
+def require_staging(plan: Plan, staging_bytes: int) -> None:
+    """Check that one element of whatever moves fits the staging, without writing any program.
+
+    Raises:
+        Infeasible: if the largest does not.
+    """
+    cells, layout = plan.cells, plan.curr.layout
+    itemsizes = np.zeros(len(cells.itemsizes), np.int64)  # the largest, by joint bundle
+    np.maximum.at(itemsizes, cells.joint_of, layout.itemsizes)
+    moves = np.zeros(len(cells), np.bool_)
+    moves[plan.moves.cell] = True
+    largest = int(itemsizes[cells.atoms.joint[moves[cells.atoms.cell]]].max(initial=0))
+    if largest > staging_bytes:
+        raise Infeasible(
+            f"an element of {largest} bytes has to move, the staging bound is {staging_bytes} bytes; nothing was "
+            "moved. What to do: allow more staging, some MiB"
+        )
+
+
 def _bytes_alone(change: Change, plan: Plan) -> BytesAlone | None:
     if change.topology.nodes == 1 or change.curr.world_size > _MOST_COMPARED:
         return None

@@ -116,13 +116,15 @@ class Benchmark:
         return asdict(self) | {"rows": [asdict(row) for row in self.rows]}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Benchmark:
+    def from_json(cls, record: Any) -> Benchmark:
         """What ``to_json`` described.
 
         Raises:
-            Mismatch: if keys are missing or unknown.
+            Mismatch: if it is of another form, or keys are missing or unknown.
         """
-        rows = record.get("rows", ())
+        rows = record.get("rows", ()) if isinstance(record, Mapping) else None
+        if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
+            raise Mismatch("a benchmark is an object with a list of rows; what to do: run it again")
         whole, one = ({field.name for field in fields(expected)} for expected in (cls, Row))
         for what, keys, actual in (
             ("a benchmark", whole, record),

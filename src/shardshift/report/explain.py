@@ -84,8 +84,8 @@ class Explanation:
         no_paper: why there is none; empty if there is.
         exact: bytes that a rank lacks, by classes.
         pairs: who becomes what.
-        before: per device of the topology its old rank, or None.
-        after: per device its new rank, or None.
+        before: old rank by device, of devices that have one: a topology may have many more.
+        after: new rank by device, likewise.
     """
 
     change: Change
@@ -93,8 +93,16 @@ class Explanation:
     no_paper: str
     exact: Matrix
     pairs: tuple[PairRun, ...]
-    before: tuple[int | None, ...]
-    after: tuple[int | None, ...]
+    before: dict[int, int]
+    after: dict[int, int]
+
+    @property
+    def nodes(self) -> dict[int, tuple[int, ...]]:
+        """Devices that have a rank before or after, or are lost, by node; both ascending."""
+        found: dict[int, list[int]] = {}
+        for device in sorted({*self.before, *self.after, *self.change.lost}):
+            found.setdefault(self.change.topology.node_of(device), []).append(device)
+        return {node: tuple(devices) for node, devices in found.items()}
 
     def to_json(self) -> dict[str, Any]:
         """What ``shardshift explain --json`` prints."""
@@ -103,14 +111,17 @@ class Explanation:
         if self.paper:
             paper = {name: getattr(self.paper, name).to_json() for name in ("pp", "tp", "merged")}
             paper |= {"prev_workloads": list(self.paper.prev), "curr_workloads": list(self.paper.curr)}
+        used = self.nodes
         nodes = [
             {
                 "node": node,
-                "devices": [first, first + per_node - 1],
-                "before": list(self.before[first : first + per_node]),
-                "after": list(self.after[first : first + per_node]),
+                "devices": [node * per_node, (node + 1) * per_node - 1],
+                "ranks": [
+                    {"device": device, "before": self.before.get(device), "after": self.after.get(device)}
+                    for device in devices
+                ],
             }
-            for node, first in enumerate(range(0, change.topology.devices, per_node))
+            for node, devices in used.items()
         ]
         return {
             "prev": str(change.prev),
@@ -121,6 +132,7 @@ class Explanation:
             "exact_bytes": self.exact.to_json(),
             "pairs": [pair.to_json(change.curr, change.prev) for pair in self.pairs],
             "nodes": nodes,
+            "unused_nodes": change.topology.nodes - len(used),
         }
 
 
@@ -138,8 +150,8 @@ def explain(change: Change, plans: tuple[Plan, ...]) -> Explanation:
         no_paper=why,
         exact=exact_matrix(first, change),
         pairs=pair_runs(first.prev, last.curr, change.curr),
-        before=_by_device(first.prev.devices, change.topology.devices),
-        after=_by_device(last.curr.devices, change.topology.devices),
+        before={device: rank for rank, device in enumerate(first.prev.devices)},
+        after={device: rank for rank, device in enumerate(last.curr.devices)},
     )
 
 
@@ -216,10 +228,3 @@ def _classes(layout: Layout) -> tuple[Any, Any]:
 def _names(config: ParallelConfig, ranks: list[int], counts: Any) -> tuple[str, ...]:
     """Of classes: the coordinate, without the replica where the class has several."""
     return tuple(short(config, rank, replica=counts[i] == 1 and config.dp > 1) for i, rank in enumerate(ranks))
-
-
-def _by_device(devices: tuple[int, ...], count: int) -> tuple[int | None, ...]:
-    ranks: list[int | None] = [None] * count
-    for rank, device in enumerate(devices):
-        ranks[device] = rank
-    return tuple(ranks)

@@ -11,25 +11,32 @@ from rich.table import Table
 
 from .explain import Explanation, Matrix, short
 
-_WIDTH: Final = 78
+_WIDTH: Final = 80
+_FREE: Final = 16
 _ROWS: Final = 24
 _NODES: Final = 32
 _PAIRS: Final = 64
 
 
-def explanation_tables(explained: Explanation) -> Iterator[tuple[str, Table | None]]:
-    """What to print, one after the other: a title, and the table under it."""
+def explanation_tables(explained: Explanation, width: int = _WIDTH) -> Iterator[tuple[str, Table | None]]:
+    """What to print, one after the other: a title, and the table under it.
+
+    Args:
+        explained: what is shown.
+        width: columns of the console; up to 80 are used, and matrices cut to fewer are said to be.
+    """
+    width = min(width, _WIDTH) - 2
     if explained.paper:
         paper = explained.paper
-        yield _matrix("PP: layers that a new stage (row) lacks if it becomes an old one (column)", paper.pp)
-        yield _matrix("TP: slices that a new slice lacks", paper.tp)
-        yield _matrix("Both, merged: layers that a new rank lacks, in its own width", paper.merged)
+        yield _matrix("PP: layers that a new stage (row) lacks if it becomes an old one (column)", paper.pp, width)
+        yield _matrix("TP: slices that a new slice lacks", paper.tp, width)
+        yield _matrix("Both, merged: layers that a new rank lacks, in its own width", paper.merged, width)
         yield _workloads(explained)
     else:
         yield f"No matrices of the paper: {explained.no_paper}", None
-    yield _matrix(_exact_title(explained), explained.exact)
+    yield _matrix(_exact_title(explained), explained.exact, width)
     yield _pairs(explained)
-    yield _nodes(explained)
+    yield _nodes(explained, width)
 
 
 def _exact_title(explained: Explanation) -> str:
@@ -39,11 +46,11 @@ def _exact_title(explained: Explanation) -> str:
     return f"{title}, where ranks that hold the same are one" if shared else title
 
 
-def _matrix(title: str, matrix: Matrix) -> tuple[str, Table]:
+def _matrix(title: str, matrix: Matrix, width: int) -> tuple[str, Table]:
     cells = [[_entry(entry) for entry in row] for row in matrix.entries[:_ROWS]]
     wide = max((len(text) for text in (*matrix.columns, *(cell for row in cells for cell in row))), default=1)
     label = max((len(name) for name in matrix.rows), default=0)
-    columns = matrix.columns[: max(1, (_WIDTH - label) // (wide + 1))]
+    columns = matrix.columns[: max(1, (width - label) // (wide + 1))]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("", no_wrap=True)
     for name in columns:
@@ -97,33 +104,32 @@ def _pairs(explained: Explanation) -> tuple[str, Table]:
     return title, table
 
 
-def _nodes(explained: Explanation) -> tuple[str, Table]:
-    change, per_node = explained.change, explained.change.topology.devices_per_node
-    shown = [
-        node
-        for node in range(change.topology.nodes)
-        if any(
-            rank is not None for rank in (*_of(explained.before, node, per_node), *_of(explained.after, node, per_node))
-        )
-    ]
+def _nodes(explained: Explanation, width: int) -> tuple[str, Table]:
+    change, per_node, used = explained.change, explained.change.topology.devices_per_node, explained.nodes
     title = "Devices by node ('-' no rank, 'x' lost)"
-    title += f"; the first {_NODES} of {len(shown)} nodes in use" if len(shown) > _NODES else ""
+    title += f"; the first {_NODES} of {len(used)} nodes in use" if len(used) > _NODES else ""
+    if unused := change.topology.nodes - len(used):
+        title += f"; {unused:,} more node{'s' * (unused > 1)}, all free"
     table = Table(box=None, pad_edge=False)
-    table.add_column("node", justify="right")
-    table.add_column("")
+    table.add_column("node", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     table.add_column("devices", no_wrap=True)
     lost = set(change.lost)
-    for node in shown[:_NODES]:
+    for node, devices in list(used.items())[:_NODES]:
         for when, ranks, config in (
             ("before", explained.before, change.prev),
             ("after", explained.after, change.curr),
         ):
-            names = []
-            for device, rank in enumerate(_of(ranks, node, per_node), node * per_node):
-                gone = device in lost
-                names.append("x" if gone else "-" if rank is None else short(config, rank))
+            names: list[str] = []
+            following = node * per_node
+            for device in devices:
+                rank = ranks.get(device)
+                name = "x" if device in lost else "-" if rank is None else short(config, rank)
+                names += [*_free(device - following), name]
+                following = device + 1
+            names += _free((node + 1) * per_node - following)
             wide = max(map(len, names))
-            each = max(1, (_WIDTH - 14) // (wide + 1))
+            each = max(1, (width - 14) // (wide + 1))
             lines = [
                 " ".join(name.ljust(wide) for name in names[first : first + each])
                 for first in range(0, len(names), each)
@@ -132,5 +138,6 @@ def _nodes(explained: Explanation) -> tuple[str, Table]:
     return title, table
 
 
-def _of(ranks: tuple[int | None, ...], node: int, per_node: int) -> tuple[int | None, ...]:
-    return ranks[node * per_node : (node + 1) * per_node]
+def _free(count: int) -> list[str]:
+    """Devices that have no rank before or after, one by one; many as their number."""
+    return ["-"] * count if count <= _FREE else [f"{count:,} x -"]

@@ -8,7 +8,9 @@ a stage out another way: expert tensor parallel fastest, then expert parallel, t
 from __future__ import annotations
 
 import re
+import reprlib
 from dataclasses import dataclass, fields
+from typing import Any
 
 from .errors import Infeasible
 
@@ -54,7 +56,7 @@ class ParallelConfig:
             tp. A size equal to tp is kept as None, so that equal configurations are equal; read ``expert_tp``.
 
     Raises:
-        Infeasible: if a size is less than 1, or ep * etp does not divide tp * cp * dp.
+        Infeasible: if a size is no whole number of 1 or more, or ep * etp does not divide tp * cp * dp.
     """
 
     pp: int = 1
@@ -66,7 +68,13 @@ class ParallelConfig:
     etp: int | None = None
 
     def __post_init__(self) -> None:
-        for axis, size in self._sizes().items():
+        given: dict[str, Any] = {**self._sizes()}
+        for axis, size in given.items():
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise Infeasible(
+                    f"axis {axis} has size {reprlib.repr(size)}, expected a whole number; what to do: give numbers, or "
+                    "read a text like 'pp4tp2dp1' with ParallelConfig.parse"
+                )
             if size < 1:
                 raise Infeasible(f"axis {axis} has size {size}; what to do: give a size of 1 or more")
         if self.etp == self.tp:
@@ -80,7 +88,10 @@ class ParallelConfig:
 
     @classmethod
     def parse(cls, text: str) -> ParallelConfig:
-        """Read ``"pp4tp2dp1"``: any order, any case; ``-``, ``_``, ``,``, ``=`` and spaces may separate.
+        """Read ``"pp4tp2dp1"``: axes in any order and case.
+
+        Between axes may be ``-``, ``_``, ``,`` and spaces; between an axis and its size ``=``, ``_`` and spaces. A
+        dash there would read as a sign, so it is refused.
 
         Raises:
             Infeasible: if the text is not of that form, names an axis twice, or names an unknown one.
@@ -90,15 +101,17 @@ class ParallelConfig:
             f"what to do: write it like 'pp4tp2dp1'; known axes: {', '.join(known)}; left out means 1 (etp: as many "
             "as tp)"
         )
-        compact = re.sub(r"[\s,_=\-]", "", text.lower())
-        if not compact or not re.fullmatch(r"(?:[a-z]+\d+)+", compact):
-            raise Infeasible(f"not a parallel configuration: {text!r}; {advice}")
+        found = _PAIRS.fullmatch(text.lower())
+        if not found:
+            raise Infeasible(f"not a parallel configuration: {reprlib.repr(text)}; {advice}")
         sizes: dict[str, int] = {}
-        for axis, size in re.findall(r"([a-z]+)(\d+)", compact):
+        for axis, size in _PAIR.findall(found[0]):
             if axis not in known:
                 raise Infeasible(f"unknown axis {axis!r} in {text!r}; {advice}")
             if axis in sizes:
                 raise Infeasible(f"axis {axis!r} is given twice in {text!r}; {advice}")
+            if len(size) > _MOST_DIGITS:
+                raise Infeasible(f"axis {axis!r} has a size of {len(size)} digits; {advice}")
             sizes[axis] = int(size)
         return cls(**sizes)
 
@@ -165,3 +178,6 @@ class ParallelConfig:
 
 
 _ALWAYS = ("pp", "tp", "dp")
+_MOST_DIGITS = 18
+_PAIR = re.compile(r"([a-z]+)[\s_=]*([0-9]+)")
+_PAIRS = re.compile(rf"[\s,_\-]*(?:{_PAIR.pattern}[\s,_\-]*)+")

@@ -33,12 +33,13 @@ A topology file is TOML. Singular tables state the rule, plural ones the excepti
 from __future__ import annotations
 
 import math
+import reprlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -47,6 +48,10 @@ from .errors import Infeasible
 
 GBIT_BYTES = 125_000_000
 """Bytes in a gigabit, as networks count: 10**9 bits."""
+
+MOST_DEVICES: Final = 2**21
+"""Devices of a topology at most, 16 times the largest job that is planned for: more are a slip of the keyboard, and
+arrays of one entry a device would be made of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,11 @@ def _sorted_exceptions(what: str, exceptions: Exceptions, count: int) -> Excepti
     return ordered
 
 
+def _too_many(nodes: int, devices_per_node: int) -> str:
+    size = f"{reprlib.repr(nodes)} nodes x {reprlib.repr(devices_per_node)} devices"
+    return f"{size} are more than a topology may have, {MOST_DEVICES}; what to do: give the size of a real cluster"
+
+
 def _spread(rate: float, count: int, exceptions: Exceptions, attribute: str) -> NDArray[np.float64]:
     rates = np.full(count, rate)
     if exceptions:
@@ -112,8 +122,8 @@ class Topology:
         device_memory_bytes: memory of each device; None means unknown.
 
     Raises:
-        Infeasible: if a size is less than 1, the latency is negative, or an exception names a device or node
-            that is not there, or one twice.
+        Infeasible: if a size is less than 1 or there are more than ``MOST_DEVICES``, the latency is negative, or an
+            exception names a device or node that is not there, or one twice.
     """
 
     nodes: int
@@ -130,6 +140,8 @@ class Topology:
             raise Infeasible(
                 f"a topology needs at least one node and one device a node, not {self.nodes} x {self.devices_per_node}"
             )
+        if self.nodes * self.devices_per_node > MOST_DEVICES:
+            raise Infeasible(_too_many(self.nodes, self.devices_per_node))
         if not 0 <= self.latency_s < math.inf:
             raise Infeasible(f"latency_s is {self.latency_s}, expected a finite number of at least 0")
         if self.device_memory_bytes is not None and self.device_memory_bytes < 1:
@@ -175,7 +187,7 @@ class Topology:
         """
         try:
             return _read(_Table(str(path), "", tomllib.loads(Path(path).read_text(encoding="utf-8"))))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # ValueError: TOML, UTF-8, a number of many digits
             raise Infeasible(f"{path}: not a readable topology file: {error}; what to do: give a TOML file") from error
 
     def with_nodes(self, nodes: int) -> Topology:
@@ -274,32 +286,32 @@ class _Table:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e30:
-            raise self.refuse(key, f"a finite number of at least {least:g}", repr(value))
+            raise self.refuse(key, f"a finite number of at least {least:g}", reprlib.repr(value))
         return float(value)
 
     def whole(self, key: str) -> int | None:
         value = self.take(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise self.refuse(key, "a whole number of at least 1", repr(value))
+            raise self.refuse(key, "a whole number of at least 1", reprlib.repr(value))
         return value
 
     def ids(self, key: str, count: int) -> list[int]:
         value = self.take(key)
         fine = isinstance(value, list) and value and all(type(i) is int and 0 <= i < count for i in value)
         if not fine:
-            raise self.refuse(key, f"a list of numbers from 0 to {count - 1}", repr(value))
+            raise self.refuse(key, f"a list of numbers from 0 to {count - 1}", reprlib.repr(value))
         return list(value)
 
     def tables(self, key: str) -> Sequence[_Table]:
         value = self.take(key) or []
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-            raise self.refuse(key, f"tables, written [[{key}]]", repr(value))
+            raise self.refuse(key, f"tables, written [[{key}]]", reprlib.repr(value))
         return [_Table(self.file, f"{self.path}{key}[{index}].", one) for index, one in enumerate(value)]
 
     def table(self, key: str) -> _Table:
         value = self.take(key)
         if not isinstance(value, dict | None):
-            raise self.refuse(key, f"a table, written [{key}]", repr(value))
+            raise self.refuse(key, f"a table, written [{key}]", reprlib.repr(value))
         return _Table(self.file, f"{self.path}{key}.", value or {})
 
     def rates(self, base: Rates) -> Rates:
@@ -319,23 +331,30 @@ class _Table:
             given["out"][1] if "out" in given else base.out_bytes_per_s,
         )
 
+    def require_size(self, nodes: int, devices_per_node: int) -> None:
+        if nodes * devices_per_node > MOST_DEVICES:
+            raise Infeasible(f"{self.file}: {_too_many(nodes, devices_per_node)}")
+
     def done(self) -> None:
         for key, value in self.left.items():
-            raise self.refuse(key, f"no such key; known: {', '.join(self.known)}", repr(value))
+            raise self.refuse(key, f"no such key; known: {', '.join(self.known)}", reprlib.repr(value))
 
 
 def _read(root: _Table) -> Topology:
     preset, nodes, devices_per_node = root.take("preset"), root.whole("nodes"), root.whole("devices_per_node")
     if preset is not None:
         if not isinstance(preset, str) or preset not in PRESETS:
-            raise root.refuse("preset", f"one of {', '.join(PRESETS)}", repr(preset))
+            raise root.refuse("preset", f"one of {', '.join(PRESETS)}", reprlib.repr(preset))
         if devices_per_node is not None:
             raise root.refuse("devices_per_node", f"nothing beside preset {preset!r}", devices_per_node)
-        base = PRESETS[preset].with_nodes(nodes or PRESETS[preset].nodes)
+        base = PRESETS[preset]
+        root.require_size(nodes or base.nodes, base.devices_per_node)
+        base = base.with_nodes(nodes or base.nodes)
     else:
         if nodes is None or devices_per_node is None:
             missing = "nodes" if nodes is None else "devices_per_node"
             raise root.refuse(missing, "a whole number, or a preset", "nothing")
+        root.require_size(nodes, devices_per_node)
         base = Topology(nodes, devices_per_node)
 
     latency_s = root.number("latency_s")
