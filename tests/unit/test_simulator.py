@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tests.unit.strategies import Move, growths, identities, inside, moves, state_of
+from tests.unit.strategies import Move, equal_layers, even_grid, growths, identities, inside, moves, state_of
 
 from shardshift.plan import Moves, Plan, make_plan, prove
+from shardshift.plan.summary import prediction_of
 from shardshift.schedule import Forward, Program, Recv, Round, Send, compile_programs
 from shardshift.simulator import execute, simulate
 from shardshift.values import Kind, Layout, Mismatch, PlacedLayout, Region, Shard, StateLost, Tensor, Topology
@@ -171,7 +172,7 @@ def test_a_message_takes_its_bytes_over_the_slowest_lane_and_a_latency() -> None
         (Topology(2, 1, fast, slow, latency_s=0.5), 2.0),
         (Topology(1, 2, fast, latency_s=0.5, device_exceptions=((1, Rates(1.0, 9.0)),)), 1.0),
     ):
-        found = simulate(handover(20, 8), topology)  # slots of 7 bytes: 7, 7, 6
+        found = simulate(handover(20, 14), topology)  # slots of 7 bytes: 7, 7, 6
         assert found.total_s == pytest.approx(20 / rate + 3 * 0.5)
         assert found.device_s == {0: found.total_s, 1: found.total_s}
         assert found.link_bytes == {(0, 1): 20}
@@ -229,6 +230,35 @@ def test_many_replicas_come_through_a_chain_in_about_the_time_of_one(ways: int, 
     for chained in (plan, chain):
         found = simulate(compile_programs(chained, 1 << 20, sum(SIZES) // (4 * ways)), topology)
         assert one <= found.total_s <= 1.3 * one
+
+
+@pytest.mark.parametrize(
+    ("prev", "curr"),
+    [
+        ("pp8", "tp8"),
+        ("tp8", "pp8"),
+        ("pp16", "tp16"),
+        ("pp16", "pp2tp8"),
+        ("pp8dp2", "pp2tp8"),
+        ("pp2tp4", "pp8"),
+        ("pp8tp2", "pp4tp4"),
+        ("tp8dp2", "pp4tp4"),
+    ],
+)
+def test_receivers_do_not_all_ask_the_same_sender_first(prev: str, curr: str) -> None:
+    model = equal_layers(48, width=48, numel=1000)
+    before, after = even_grid(model, prev), even_grid(model, curr)
+    topology = Topology(1, before.world_size, Rates.both(1e9), latency_s=0.0)
+    plan = make_plan(
+        PlacedLayout(before, tuple(range(before.world_size))),
+        after,
+        devices=range(before.world_size),
+        topology=topology,
+    )
+    for staging_bytes in (20_000, 80_000):
+        found = simulate(compile_programs(plan, staging_bytes), topology).total_s
+        predicted = prediction_of(plan, topology, staging_bytes).seconds
+        assert 0 < found < 1.5 * predicted  # 2 to 8 times, by need alone
 
 
 def test_replicas_that_all_come_from_one_device_take_as_long_as_they_are_many() -> None:

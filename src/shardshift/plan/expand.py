@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..values import Shard
+from ..values import Mismatch, Shard
 from .cells import Cells, box
 from .lists import Lists
 
@@ -64,13 +64,23 @@ class Expansion:
             source: the sender's old roles; its new ones, if ``forwarded``.
             forwarded: whether it sends out of what it has received.
             wanted: the receiver's new roles.
+
+        Raises:
+            Mismatch: if the sender does not hold the cell, or the receiver does not want it; no proved plan has that.
         """
         atoms = self._cells.atoms
         origins, targets = self._parts_of(source, new=forwarded), self._parts_of(wanted, new=True)
         from_parts = atoms.curr_parts if forwarded else atoms.prev_parts
         for atom in self._cells.atoms_of[cell].tolist():
-            origin = next(part for part in from_parts[atom].tolist() if part in origins)
-            target = next(part for part in atoms.curr_parts[atom].tolist() if part in targets)
+            origin = next((part for part in from_parts[atom].tolist() if part in origins), None)
+            target = next((part for part in atoms.curr_parts[atom].tolist() if part in targets), None)
+            if origin is None or target is None:
+                what, lacks = next(iter(self._cells.regions([cell]))), "first" if origin is None else "second"
+                raise Mismatch(
+                    f"cell {cell} ({what}, ...) goes from {'new' if forwarded else 'old'} roles {source} to new "
+                    f"roles {wanted}; expected a holder and one who wants it, but the {lacks} have no part of it; "
+                    "what to do: run only plans that prove accepts"
+                )
             yield from self._pieces(atom, (forwarded, origin), target)
 
     def _pieces(self, atom: int, origin: tuple[bool, int], target: int) -> Iterator[tuple[Shard, Shard, Shard]]:

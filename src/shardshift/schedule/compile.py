@@ -4,7 +4,9 @@ At a hundred thousand devices nobody can lay all pieces out in rounds, so there 
 rounds of its own. Nothing but the order of the lists says which message is which, since NCCL knows no tags; so both
 ends must list the pieces of a pair alike, and put the same small ones into one message. Both write from one order:
 
-1. *Position*: a tensor's bytes begin at a place of the move that the new layout fixes (``need``), by need.
+1. *Position*: each piece of the plan begins at a place of the move, by need (``need``), and so that no device is
+   asked by all at once (``timetable``). It hangs on the cell and the tensor alone: both ends, and every hop, have the
+   same.
 2. *Slot*: positions are cut at every ``round_bytes``. What begins in one such stretch has its number, plus the hop: a
    piece that comes to a device in slot s leaves it in slot s + 1 at the earliest. So a chain is a pipeline, and no
    round both receives and forwards a piece. A transfer is cut into pieces at slots' ends, on whole rows where rows are
@@ -22,7 +24,8 @@ No deadlock: let a message complete only when both ends are in the round that ho
 its round is complete. Take the first unfinished unit in the order of all units. At either end, all earlier units are
 finished, and rounds are runs of consecutive units of the device; so every earlier round is complete, and the device
 is in this unit's round, as it cannot have gone past it. Both ends meet, the unit completes. What a forward reads came
-in an earlier slot, hence in an earlier round.
+in an earlier slot, hence in an earlier round. All this needs of positions that both ends have the same, and that a
+piece's next hop has a later slot: any order of cells will do.
 
 Global rounds were rejected for their cost; a list of pieces without rounds was, since the bound on staging and the
 packing of small pieces need some point at which a device waits. Cutting every transfer into equal pieces was, too: a
@@ -41,9 +44,10 @@ import numpy as np
 from ..plan import Plan
 from ..plan import Transfer as PlannedTransfer
 from ..plan.timing import piece_bytes
-from ..values import Infeasible, Region, Shard, flat_range
+from ..values import Infeasible, Region, Shard, Tensor, flat_range
 from .need import NeedOrder
 from .program import Copy, Forward, Program, Recv, Refer, Round, Send
+from .timetable import Timetable, numbered
 
 _Key: TypeAlias = tuple[int, int, tuple[int, ...], int, int]
 """Slot, rank of need, offsets, source, target. No two pieces of a plan have the same."""
@@ -58,12 +62,14 @@ class Schedule:
         staging_bytes: the most that a device sends, and the most that it receives, in one round.
         round_bytes: the length of a slot.
         need: the order of need of the new layout.
+        timetable: where each piece stands in the move.
     """
 
     plan: Plan
     staging_bytes: int
     round_bytes: int
     need: NeedOrder
+    timetable: Timetable
 
     @classmethod
     def of(cls, plan: Plan, staging_bytes: int, round_bytes: int | None = None) -> Schedule:
@@ -72,7 +78,7 @@ class Schedule:
         Args:
             plan: a proved plan.
             staging_bytes: see ``compile_program``.
-            round_bytes: the length of a slot. None chooses: 7/8 of the staging bound, less where chains are long.
+            round_bytes: the length of a slot. None chooses: half the staging bound, less where chains are long.
 
         Raises:
             Infeasible: if ``staging_bytes`` or ``round_bytes`` is less than 1.
@@ -83,7 +89,8 @@ class Schedule:
             round_bytes = _round_bytes(plan, staging_bytes)
         elif round_bytes < 1:
             raise Infeasible(f"rounds of {round_bytes} bytes move nothing; what to do: give some MiB")
-        return cls(plan, staging_bytes, round_bytes, NeedOrder.of(plan.curr.layout))
+        need = NeedOrder.of(plan.curr.layout)
+        return cls(plan, staging_bytes, round_bytes, need, Timetable.of(plan, need))
 
     def program(self, device: int) -> Program:
         """The program of one device.
@@ -108,10 +115,15 @@ class Schedule:
         """All messages of a device, in the order of all units."""
         pieces: list[tuple[_Key, Send | Forward | Recv]] = []
         cuts: dict[int, tuple[Shard, list[tuple[int, Shard]]]] = {}
+        moves = self.plan.moves
+        places: dict[tuple[Tensor, tuple[int, ...]], int] = {}
+        for cell in np.unique(moves.cell[(moves.source == device) | (moves.target == device)]).tolist():
+            places |= self.timetable.places(cell)
         for transfer in self.plan.transfers_of(device):
-            rank, start_bytes = self.need.at[transfer.piece.tensor]
+            rank, _ = self.need.at[transfer.piece.tensor]
             # A piece that comes and is forwarded is often one object: it is cut once. The dict keeps it alive.
             if id(transfer.piece) not in cuts:
+                start_bytes = places[transfer.piece.tensor, transfer.piece.region.offsets]
                 cuts[id(transfer.piece)] = transfer.piece, list(self._cut(transfer.piece, start_bytes))
             ends, make = (transfer.source_device, transfer.target_device), _maker(transfer, device)
             pieces += [
@@ -218,13 +230,13 @@ def cut_by_slots(region: Region, itemsize: int, start_bytes: int, round_bytes: i
 
 
 def _round_bytes(plan: Plan, staging_bytes: int) -> int:
-    """The length of a slot: what a slot and its last granule hold fits the staging; less where chains are long."""
-    most_bytes = max(staging_bytes * 7 // 8, 1)
+    """The length of a slot: half the staging, less where chains are long."""
+    most_bytes = max(staging_bytes // 2, 1)  # a slot that is unevenly full is then still one round
     moves = plan.moves
     deepest = int(moves.hop.max(initial=1))
     if deepest == 1:
         return most_bytes
-    received_bytes = np.bincount(moves.target, plan.cells.nbytes[moves.cell])
+    received_bytes = np.bincount(numbered(moves)[1], plan.cells.nbytes[moves.cell])
     return piece_bytes(int(received_bytes.max()), deepest, most_bytes)
 
 

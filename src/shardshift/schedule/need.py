@@ -9,9 +9,10 @@ computed from the new layout alone, which all devices have:
 3. A kind begins where the kind before it ends in the largest role. So positions of two kinds never mix, also where a
    rank plays several roles (a dense one, and one of its own optimizer ranges).
 
-A position is a label and no promise: a device that lacks nothing between two positions goes from one to the other at
-once. The order of each rank's own tensors (which may differ between pipeline chunks) was rejected: the two ends of a
-piece would have to know each other's.
+A position is a label and no promise: where all want the same sender at once, the order of need yields within a kind
+(``timetable``), and a device that lacks nothing between two positions goes from one to the other at once. The order of
+each rank's own tensors (which may differ between pipeline chunks) was rejected: the two ends of a piece would have to
+know each other's.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..values import Kind, Layout, Tensor
 from ..values.boxes import expand
 
-_NEED: Final = {Kind.PARAM: 0, Kind.BUFFER: 1, Kind.MASTER: 2, Kind.EXP_AVG: 3, Kind.EXP_AVG_SQ: 4}
+KINDS: Final = (Kind.PARAM, Kind.BUFFER, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+"""Kinds as they are needed."""
+
+_NEED: Final = {kind: place for place, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,16 +38,18 @@ class NeedOrder:
 
     Attributes:
         at: per tensor its rank (0 is needed first; all differ) and its position in bytes.
+        position: the positions again, as the layout lists its tensors, shape (tensors,).
     """
 
     at: dict[Tensor, tuple[int, int]]
+    position: NDArray[np.int64]
 
     @classmethod
     def of(cls, layout: Layout) -> NeedOrder:
         """The order of need of a (new) layout."""
         tensors = layout.tensors
         if not tensors:
-            return cls({})
+            return cls({}, np.empty(0, np.int64))
         count = len(tensors)
         kind = np.array([_NEED[tensor.kind] for tensor in tensors])
         order = np.argsort(kind, kind="stable")  # by kind, then as the layout lists them
@@ -74,4 +81,4 @@ class NeedOrder:
 
         rank = np.empty(count, np.int64)
         rank[np.lexsort((np.arange(count), position, kind))] = np.arange(count)
-        return cls(dict(zip(tensors, zip(rank.tolist(), position.tolist(), strict=True), strict=True)))
+        return cls(dict(zip(tensors, zip(rank.tolist(), position.tolist(), strict=True), strict=True)), position)

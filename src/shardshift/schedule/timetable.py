@@ -1,0 +1,189 @@
+"""The timetable: when each cell of a plan sets out, so that devices do not all ask the same one first.
+
+By need alone, the eight receivers of PP8 -> TP8 all begin with layer 0, which one device holds: one sends, seven
+wait, and the move takes six times as long as its busiest device. Likewise TP8 -> PP8, within each tensor. So the
+order of need yields to lanes (a device's out, a device's in):
+
+1. A *task* is what one cell has of one kind. It takes the out lane of each of its sources and the in lane of each of
+   its targets, for its bytes times the most copies that one source sends. Time is counted in bytes.
+2. Kinds follow one another: parameters before masters before moments.
+3. Within a kind, whichever task can start first does, of equals the one that is needed first; it holds its lanes
+   until it ends. (This is list scheduling of an open shop: a heap by earliest start, where a task that finds its
+   lanes taken goes back with the time at which they are free.)
+4. Within a task, tensors follow one another by need.
+
+Where no two receivers want the same sender, nothing waits, and this is the order of need. Where they do, layers of
+one kind come to a receiver in another order; parameters still come before all else.
+
+It is computed from the plan alone, in integers, so every device has the same; and the position of a piece hangs on
+its cell and tensor only, hence is one for both of its ends and for every hop of a chain, which is what the order of
+messages rests on (``compile``).
+
+Rejected: to shift each receiver's start by its number among those who want the same sender (1.6 of the predicted
+time where this has 1.2; it must be told who competes, and does nothing for TP8 -> PP8), the largest remaining load
+first instead of need first (as good in time, and no order of need is left even where nobody competes), and node links
+as lanes too (a cell then waits for the slowest of its lanes, and most moves become slower). So links are not seen
+here; ``plan.timing`` says what that costs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from ..plan import Moves, Plan
+from ..plan.cells import Cells
+from ..values import Tensor
+from ..values.boxes import Ints
+from .need import KINDS, NeedOrder
+
+MOST_CELLS: Final = 20_000
+"""Cells that move, at most. With a distributed optimizer on very many ranks there are more, each of few devices: the
+order of need is kept then."""
+
+MANY_MOVES: Final = 50_000
+"""With more, an old and a new role are the lanes of a cell, in place of all devices that play them: their replicas do
+alike, and a device's program has to come within 50 ms at 131,072 devices."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timetable:
+    """Where the pieces of a plan's transfers stand in the move.
+
+    Attributes:
+        plan: the plan.
+        need: the order of need of its new layout.
+        start: per cell and kind (in the order of need) the position at which it sets out, in bytes, shape (cells,
+            kinds); -1 for what does not move. None where too many cells move, or none: then need alone counts.
+        copies: per cell the most that one device sends of it, shape (cells,).
+    """
+
+    plan: Plan
+    need: NeedOrder
+    start: Ints | None
+    copies: Ints
+    _places: dict[int, dict[tuple[Tensor, tuple[int, ...]], int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: Plan, need: NeedOrder) -> Timetable:
+        """The timetable of a plan."""
+        cells, moves = plan.cells, plan.moves
+        first = np.flatnonzero(np.diff(moves.cell, prepend=-1))
+        if not 0 < len(first) <= MOST_CELLS:
+            return cls(plan, need, None, np.ones(len(cells), np.int64))
+        moved = moves.cell[first]
+        task_bytes, needed_at = _tasks(plan, need, moved)
+        lanes, copies = _device_lanes(moves, first) if len(moves) <= MANY_MOVES else _role_lanes(cells, moved)
+        start = np.full((len(cells), len(KINDS)), -1, np.int64)
+        free = [0] * (1 + max(map(max, lanes)))
+        for kind in range(len(KINDS)):
+            tasks = np.flatnonzero(task_bytes[:, kind])
+            tasks = tasks[np.argsort(needed_at[tasks, kind], kind="stable")]
+            lasts = (task_bytes[tasks, kind] * copies[tasks]).tolist()
+            start[moved[tasks], kind] = _pass(lasts, [lanes[task] for task in tasks.tolist()], free)
+        by_cell = np.ones(len(cells), np.int64)
+        by_cell[moved] = copies
+        return cls(plan, need, start, by_cell)
+
+    def places(self, cell: int) -> dict[tuple[Tensor, tuple[int, ...]], int]:
+        """Per (tensor, offsets of a piece) of a cell that moves, the position in bytes at which the piece begins."""
+        if cell not in self._places:
+            self._places[cell] = self._placed(cell)
+        return self._places[cell]
+
+    def _placed(self, cell: int) -> dict[tuple[Tensor, tuple[int, ...]], int]:
+        cells = self.plan.cells
+        tensors, atoms = cells.curr.tensors, cells.atoms
+        found: dict[tuple[Tensor, tuple[int, ...]], int] = {}
+        pieces = []
+        for atom in cells.atoms_of[cell].tolist():
+            joint = int(atoms.joint[atom])
+            offsets = tuple(atoms.low[atom, : cells.dims[joint]].tolist())
+            numel = int((atoms.high[atom] - atoms.low[atom]).prod())
+            pieces += [(self.need.at[tensors[t]], offsets, numel, tensors[t]) for t in cells.tensors_of[joint].tolist()]
+        if self.start is None:
+            return {(tensor, offsets): at for (_, at), offsets, _, tensor in pieces}
+        # Bytes of a cell that one device sends several times take as many positions.
+        copies = int(self.copies[cell])
+        next_at = dict(zip(KINDS, self.start[cell].tolist(), strict=True))
+        for _, offsets, numel, tensor in sorted(pieces, key=lambda piece: piece[:2]):
+            found[tensor, offsets] = next_at[tensor.kind]
+            next_at[tensor.kind] += numel * tensor.itemsize * copies
+        return found
+
+
+def _tasks(plan: Plan, need: NeedOrder, moved: Ints) -> tuple[Ints, Ints]:
+    """Per moved cell and kind its bytes, and the position by need of its first tensor; shape (moved, kinds)."""
+    cells, tensors = plan.cells, plan.cells.curr.tensors
+    number = {kind: place for place, kind in enumerate(KINDS)}
+    kind = np.array([number[tensor.kind] for tensor in tensors], np.int64)
+    joint_itemsize = np.zeros((len(cells.itemsizes), len(KINDS)), np.int64)
+    np.add.at(joint_itemsize, (cells.joint_of, kind), cells.curr.itemsizes)
+    joint_at = np.full(joint_itemsize.shape, np.iinfo(np.int64).max)
+    np.minimum.at(joint_at, (cells.joint_of, kind), need.position)
+    place = np.full(len(cells), -1)
+    place[moved] = np.arange(len(moved))
+    moves = place[cells.atoms.cell] >= 0
+    task, joint = place[cells.atoms.cell[moves]], cells.atoms.joint[moves]
+    task_bytes = np.zeros((len(moved), len(KINDS)), np.int64)
+    np.add.at(task_bytes, task, cells.atoms.volume[moves][:, None] * joint_itemsize[joint])
+    needed_at = np.full(task_bytes.shape, np.iinfo(np.int64).max)
+    np.minimum.at(needed_at, task, joint_at[joint])
+    return task_bytes, needed_at
+
+
+def _device_lanes(moves: Moves, first: Ints) -> tuple[list[list[int]], Ints]:
+    """Per moved cell the lanes of all its sources and targets, and the most copies that one source sends."""
+    source, target, devices = numbered(moves)
+    task = np.repeat(np.arange(len(first)), np.diff(np.append(first, len(moves))))
+    pairs, sent = np.unique(task * devices + source, return_counts=True)
+    copies = np.zeros(len(first), np.int64)
+    np.maximum.at(copies, pairs // devices, sent)
+    lanes = [(target[begin:end] + devices).tolist() for begin, end in pairwise([*first.tolist(), len(moves)])]
+    for pair in pairs.tolist():
+        lanes[pair // devices].append(pair % devices)
+    return lanes, copies
+
+
+def _role_lanes(cells: Cells, moved: Ints) -> tuple[list[list[int]], Ints]:
+    """The same with one old role for all sources of a cell and one new role for all its targets."""
+    source = cells.prev_roles.items[cells.prev_roles.starts[moved]]
+    target = cells.curr_roles.items[cells.curr_roles.starts[moved]] + cells.prev.role_count
+    return np.column_stack([source, target]).tolist(), np.ones(len(moved), np.int64)
+
+
+def numbered(moves: Moves) -> tuple[Ints, Ints, int]:
+    """Sources and targets by numbers below the third value: their ids, unless those are far apart."""
+    count = int(max(moves.source.max(initial=-1), moves.target.max(initial=-1))) + 1
+    if count <= 8 * len(moves):
+        return moves.source, moves.target, count
+    ids, ends = np.unique(np.concatenate([moves.source, moves.target]), return_inverse=True)
+    source, target = ends.reshape(2, -1)
+    return source, target, len(ids)
+
+
+def _pass(lasts: list[int], lanes: list[list[int]], free: list[int]) -> list[int]:
+    """When each task starts.
+
+    Args:
+        lasts: per task for how long it holds its lanes; the tasks are by need.
+        lanes: per task its lanes.
+        free: per lane from when on it is free; the pass writes on.
+    """
+    start = [0] * len(lasts)
+    waiting = [(0, task) for task in range(len(lasts))]
+    while waiting:
+        earliest, task = waiting[0]
+        free_at = max([free[lane] for lane in lanes[task]])
+        if free_at > earliest:
+            heapq.heapreplace(waiting, (free_at, task))
+            continue
+        heapq.heappop(waiting)
+        start[task] = earliest
+        for lane in lanes[task]:
+            free[lane] = earliest + lasts[task]
+    return start
