@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.strategies import (
-    Model,
     Move,
-    Rule,
     equal_layers,
     even_grid,
     growths,

@@ -16,11 +16,11 @@ For one chain of equal lanes this is exact; for one of unequal lanes it errs on 
 Left out: contention in the fabric, local copies (they run under the wire), the packing of small pieces, and waiting:
 for a peer that serves another, and for the last message of a round. So it compares plans and is no clock. It is never
 below ``bound.lower_bound`` for the needs that the transfers meet. ``simulator.simulate`` runs compiled programs
-instead, piece by piece, and sees the waiting. There, with 256 MiB of staging, programs take up to 1.1 of the
-prediction on the paper's changes and up to 1.25 where every receiver wants every sender (PP8 -> TP8). Where all that
-moves between many devices and also fills the links of several nodes, it is 1.5 to 1.8 (PP8TP2DP2 -> PP2TP8DP2 on 4
-nodes): the timetable of programs evens out devices and knows no links. Rejected here: an event simulation of pieces,
-which takes minutes at 131,072 devices.
+instead, piece by piece, and sees the waiting. There, with 256 MiB of staging, programs take up to 1.1 of the prediction
+on the paper's changes and up to 1.25 where every receiver wants every sender (PP8 -> TP8). Where all that moves between
+many devices and also fills the links of several nodes, it is 1.4 to 1.6 (PP8TP2DP2 -> PP2TP8DP2 on 4 nodes): the
+timetable of programs evens out devices and knows no links. Rejected here: an event simulation of pieces, which takes
+minutes at 131,072 devices.
 """
 
 from __future__ import annotations

@@ -39,19 +39,21 @@ class NeedOrder:
     Attributes:
         at: per tensor its rank (0 is needed first; all differ) and its position in bytes.
         position: the positions again, as the layout lists its tensors, shape (tensors,).
+        kind: likewise the place of a tensor's kind in ``KINDS``, shape (tensors,).
     """
 
     at: dict[Tensor, tuple[int, int]]
     position: NDArray[np.int64]
+    kind: NDArray[np.int64]
 
     @classmethod
     def of(cls, layout: Layout) -> NeedOrder:
         """The order of need of a (new) layout."""
         tensors = layout.tensors
         if not tensors:
-            return cls({}, np.empty(0, np.int64))
+            return cls({}, np.empty(0, np.int64), np.empty(0, np.int64))
         count = len(tensors)
-        kind = np.array([_NEED[tensor.kind] for tensor in tensors])
+        kind = np.array([_NEED[tensor.kind] for tensor in tensors], np.int64)
         order = np.argsort(kind, kind="stable")  # by kind, then as the layout lists them
         place = np.empty(count, np.int64)
         place[order] = np.arange(count)
@@ -81,4 +83,4 @@ class NeedOrder:
 
         rank = np.empty(count, np.int64)
         rank[np.lexsort((np.arange(count), position, kind))] = np.arange(count)
-        return cls(dict(zip(tensors, zip(rank.tolist(), position.tolist(), strict=True), strict=True)), position)
+        return cls(dict(zip(tensors, zip(rank.tolist(), position.tolist(), strict=True), strict=True)), position, kind)

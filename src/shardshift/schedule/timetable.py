@@ -15,7 +15,7 @@ order of need yields to lanes (a device's out, a device's in):
 Where no two receivers want the same sender, nothing waits, and this is the order of need. Where they do, layers of
 one kind come to a receiver in another order; parameters still come before all else.
 
-It is computed from the plan alone, in integers, so every device has the same; and the position of a piece hangs on
+It is computed from the plan alone, by operations that give the same everywhere; and the position of a piece hangs on
 its cell and tensor only, hence is one for both of its ends and for every hop of a chain, which is what the order of
 messages rests on (``compile``).
 
@@ -46,8 +46,8 @@ MOST_CELLS: Final = 20_000
 order of need is kept then."""
 
 MANY_MOVES: Final = 50_000
-"""With more, an old and a new role are the lanes of a cell, in place of all devices that play them: their replicas do
-alike, and a device's program has to come within 50 ms at 131,072 devices."""
+"""With more, an old and a new role are the lanes of a cell, in place of all devices that play them, and all kinds are
+done in one pass: replicas do alike, and a device's program has to come within 50 ms at 131,072 devices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class Timetable:
         plan: the plan.
         need: the order of need of its new layout.
         start: per cell and kind (in the order of need) the position at which it sets out, in bytes, shape (cells,
-            kinds); -1 for what does not move. None where too many cells move, or none: then need alone counts.
+            kinds); 0 for what does not move. None where too many cells move, or none: then need alone counts.
         copies: per cell the most that one device sends of it, shape (cells,).
     """
 
@@ -77,16 +77,14 @@ class Timetable:
             return cls(plan, need, None, np.ones(len(cells), np.int64))
         moved = moves.cell[first]
         task_bytes, needed_at = _tasks(plan, need, moved)
-        lanes, copies = _device_lanes(moves, first) if len(moves) <= MANY_MOVES else _role_lanes(cells, moved)
-        start = np.full((len(cells), len(KINDS)), -1, np.int64)
-        free = [0] * (1 + max(map(max, lanes)))
-        for kind in range(len(KINDS)):
-            tasks = np.flatnonzero(task_bytes[:, kind])
-            tasks = tasks[np.argsort(needed_at[tasks, kind], kind="stable")]
-            lasts = (task_bytes[tasks, kind] * copies[tasks]).tolist()
-            start[moved[tasks], kind] = _pass(lasts, [lanes[task] for task in tasks.tolist()], free)
-        by_cell = np.ones(len(cells), np.int64)
-        by_cell[moved] = copies
+        if len(moves) <= MANY_MOVES:
+            lanes, copies = _device_lanes(moves, first)
+            at = _by_kind(task_bytes * copies[:, None], needed_at, lanes)
+        else:
+            lanes, copies = _role_lanes(cells, moved), np.ones(len(moved), np.int64)
+            at = _at_once(task_bytes, needed_at, lanes)
+        start, by_cell = np.zeros((len(cells), len(KINDS)), np.int64), np.ones(len(cells), np.int64)
+        start[moved], by_cell[moved] = at, copies
         return cls(plan, need, start, by_cell)
 
     def places(self, cell: int) -> dict[tuple[Tensor, tuple[int, ...]], int]:
@@ -118,9 +116,7 @@ class Timetable:
 
 def _tasks(plan: Plan, need: NeedOrder, moved: Ints) -> tuple[Ints, Ints]:
     """Per moved cell and kind its bytes, and the position by need of its first tensor; shape (moved, kinds)."""
-    cells, tensors = plan.cells, plan.cells.curr.tensors
-    number = {kind: place for place, kind in enumerate(KINDS)}
-    kind = np.array([number[tensor.kind] for tensor in tensors], np.int64)
+    cells, kind = plan.cells, need.kind
     joint_itemsize = np.zeros((len(cells.itemsizes), len(KINDS)), np.int64)
     np.add.at(joint_itemsize, (cells.joint_of, kind), cells.curr.itemsizes)
     joint_at = np.full(joint_itemsize.shape, np.iinfo(np.int64).max)
@@ -149,13 +145,6 @@ def _device_lanes(moves: Moves, first: Ints) -> tuple[list[list[int]], Ints]:
     return lanes, copies
 
 
-def _role_lanes(cells: Cells, moved: Ints) -> tuple[list[list[int]], Ints]:
-    """The same with one old role for all sources of a cell and one new role for all its targets."""
-    source = cells.prev_roles.items[cells.prev_roles.starts[moved]]
-    target = cells.curr_roles.items[cells.curr_roles.starts[moved]] + cells.prev.role_count
-    return np.column_stack([source, target]).tolist(), np.ones(len(moved), np.int64)
-
-
 def numbered(moves: Moves) -> tuple[Ints, Ints, int]:
     """Sources and targets by numbers below the third value: their ids, unless those are far apart."""
     count = int(max(moves.source.max(initial=-1), moves.target.max(initial=-1))) + 1
@@ -164,6 +153,34 @@ def numbered(moves: Moves) -> tuple[Ints, Ints, int]:
     ids, ends = np.unique(np.concatenate([moves.source, moves.target]), return_inverse=True)
     source, target = ends.reshape(2, -1)
     return source, target, len(ids)
+
+
+def _role_lanes(cells: Cells, moved: Ints) -> list[list[int]]:
+    """Per moved cell one old role for all its sources, one new role for all its targets."""
+    source = cells.prev_roles.items[cells.prev_roles.starts[moved]]
+    target = cells.curr_roles.items[cells.curr_roles.starts[moved]] + cells.prev.role_count
+    lanes: list[list[int]] = np.column_stack([source, target]).tolist()
+    return lanes
+
+
+def _by_kind(lasts: Ints, needed_at: Ints, lanes: list[list[int]]) -> Ints:
+    """When tasks start, kind after kind; all of shape (cells, kinds), 0 for kinds that a cell has not."""
+    start, free = np.zeros_like(lasts), [0] * (1 + max(map(max, lanes)))
+    for kind in range(len(KINDS)):
+        tasks = np.flatnonzero(lasts[:, kind])
+        tasks = tasks[np.argsort(needed_at[tasks, kind], kind="stable")]
+        start[tasks, kind] = _pass(lasts[tasks, kind].tolist(), [lanes[task] for task in tasks.tolist()], free)
+    return start
+
+
+def _at_once(lasts: Ints, needed_at: Ints, lanes: list[list[int]]) -> Ints:
+    """The same in one pass for all kinds, each with its share of the time: alike where kinds are in proportion."""
+    tasks, free = np.argsort(needed_at.min(axis=1), kind="stable"), [0] * (1 + max(map(max, lanes)))
+    at = np.zeros((len(lasts), 1))
+    at[tasks, 0] = _pass(lasts.sum(axis=1)[tasks].tolist(), [lanes[task] for task in tasks.tolist()], free)
+    share = lasts.sum(axis=0) / lasts.sum()
+    start: Ints = (max(free) * (np.cumsum(share) - share) + at * share).astype(np.int64)
+    return start
 
 
 def _pass(lasts: list[int], lanes: list[list[int]], free: list[int]) -> list[int]:
