@@ -101,7 +101,7 @@ def test_what_roles_have_in_common_is_what_counting_elements_gives(move: Move) -
     pieces = cells.copied_pieces.toarray()
     assert (pieces >= inside_others).all()
     assert ((pieces > 0) == (inside_others > 0)).all()
-    assert cells.curr_role_bytes.tolist() == [sum(shard.nbytes for shard in role) for role in curr.roles]
+    assert curr.role_bytes.tolist() == [sum(shard.nbytes for shard in role) for role in curr.roles]
 
 
 def test_a_whole_copy_beside_slices_and_windows() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.unit.strategies import inside
 
-from shardshift.models import Catalogue, Experts, LatentAttention, Model, describe, preset, rank_bytes
+from shardshift.models import Catalogue, Experts, LatentAttention, Model, describe, preset
 from shardshift.models.parameters import parameters
 from shardshift.values import Infeasible, Kind, Layout, ParallelConfig
 
@@ -214,7 +214,7 @@ def test_every_rank_holds_what_megatron_would_give_it(job: Job) -> None:
 def test_the_bytes_of_each_rank_are_those_of_its_shards(job: Job) -> None:
     layout = describe(job.model, job.config, zero1=job.zero1, split=job.split, moments=job.moments)
     expected = [sum(shard.nbytes for shard in layout.shards(rank)) for rank in range(layout.world_size)]
-    assert rank_bytes(layout).tolist() == expected
+    assert layout.rank_bytes.tolist() == expected
 
 
 @settings(max_examples=60, deadline=None)

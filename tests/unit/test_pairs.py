@@ -32,7 +32,7 @@ def written_out(runs: tuple[PairRun, ...]) -> list[Pair]:
 
 
 def one_by_one(prev: PlacedLayout, curr: PlacedLayout) -> list[Pair]:
-    return [(rank, prev.rank_of_device.get(device), device) for rank, device in enumerate(curr.devices)]
+    return [(rank, prev.rank_of(device), device) for rank, device in enumerate(curr.devices)]
 
 
 CONFIGS = st.builds(

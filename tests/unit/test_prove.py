@@ -134,7 +134,7 @@ def test_a_source_that_did_not_hold_the_cell_is_refused(made: Plan, data: st.Dat
         device
         for device in made.prev.devices
         if device != target
-        and not set(made.prev.layout.roles_of_rank[made.prev.rank_of_device[device]].tolist())
+        and not set(made.prev.layout.roles_of_rank[made.prev.rank_of(device)].tolist())
         & set(made.cells.prev_roles[cell].tolist())
     ]
     assume(without)

@@ -278,7 +278,7 @@ class Session(Generic[J]):
             self._job = None  # whatever happens from here on, the old job is retired once
             if job is not None:
                 self._adapter.retire(job)
-            rank = derived.plan.curr.rank_of_device.get(self._member.device)
+            rank = derived.plan.curr.rank_of(self._member.device)
             if rank is not None:
                 self._job = derived.change.rebuild(self._place(rank), tensors, accepted)
         self.reports.append(

@@ -182,13 +182,17 @@ class Transition(Generic[J]):
 
     def move(self, job: J | None, derived: Derived[J], transport: Transport) -> dict[Shard, torch.Tensor]:
         """Run this device's program; its tensors in the new layout."""
-        plan, change = derived.plan, derived.change
-        rank = plan.curr.rank_of_device.get(self._control.device, -1)
+        change, rank = derived.change, derived.plan.curr.rank_of(self._control.device)
+
+        def allocate(shard: Shard) -> torch.Tensor:
+            assert rank is not None  # a device that leaves has nothing to allocate
+            return change.allocate(rank, shard)
+
         return run_program(
             derived.program,
             {} if job is None else change.shards(job),
             transport,
-            allocate=lambda shard: change.allocate(rank, shard),
+            allocate=allocate,
             timeout_s=self._settings.timeout_s,
             on_round=self._settings.on_round,
         )
@@ -203,7 +207,7 @@ class Transition(Generic[J]):
             ShardshiftError: the same on every rank, if one cannot use what it has. The old state is whole.
             PeerLost: if a rank did not come.
         """
-        rank = derived.plan.curr.rank_of_device.get(self._control.device)
+        rank = derived.plan.curr.rank_of(self._control.device)
         accepted = None
         try:
             if rank is not None:

@@ -1,6 +1,6 @@
 """Models: descriptions of GPT-family models, and the rules that turn one and a configuration into a layout."""
 
-from .describe import Catalogue, describe, rank_bytes
+from .describe import Catalogue, describe
 from .model import Experts, LatentAttention, Model
 from .parameters import parameter_count
 from .presets import PRESETS, preset
@@ -14,5 +14,4 @@ __all__ = [
     "describe",
     "parameter_count",
     "preset",
-    "rank_bytes",
 ]

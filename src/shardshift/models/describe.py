@@ -162,16 +162,6 @@ def describe(
     return Catalogue.of(model, moments=moments).layout(config, zero1=zero1, split=split)
 
 
-def rank_bytes(layout: Layout) -> Ints:
-    """Bytes that each virtual rank holds, shape (ranks,)."""
-    rows = layout.rows
-    sizes_bytes = (rows.high - rows.low).prod(axis=1) * layout.bundle_itemsizes[rows.bundle]
-    by_role = np.zeros(layout.role_count, np.int64)
-    np.add.at(by_role, rows.role, sizes_bytes)
-    total: Ints = by_role[layout.roles_of_rank].sum(axis=1)
-    return total
-
-
 def _rows(parts: Sequence[tuple[Ints, Ints, Ints, Ints]]) -> Rows:
     role, bundle, low, high = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.argsort(role, kind="stable")

@@ -41,9 +41,9 @@ from scipy import sparse
 from scipy.optimize import linprog
 
 from ..values import Topology
+from ..values.boxes import Ints
 from .lists import distinct, is_in
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 LP_ENTRIES = 4_000

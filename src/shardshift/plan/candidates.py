@@ -25,7 +25,7 @@ from scipy.optimize import linear_sum_assignment
 
 from ..values.boxes import Ints
 from .classes import Classes
-from .lists import distinct, number_rows
+from .lists import Lists, distinct, nth_in_run, number_rows, number_values
 from .pairing import Savings, pair
 
 FRESH: Final = int(np.iinfo(np.int64).max)
@@ -202,8 +202,7 @@ class Candidates:
         """TP groups in order on the nodes in use, what fits none in what is left (Algorithm 2, efficiency)."""
         slots = slots[np.isin(self._node[slots], distinct(self._node[at]))]
         node = self._node[slots]
-        nth = np.arange(len(slots)) - np.searchsorted(node, node)
-        fits = nth < np.bincount(node)[node] // self._size * self._size
+        fits = nth_in_run(node) < np.bincount(node)[node] // self._size * self._size
         whole = slots[fits][: len(at)]
         rest = np.concatenate([slots[~fits], slots[fits][len(at) :]])
         return np.concatenate([whole, np.sort(rest)])[: len(at)]
@@ -213,13 +212,10 @@ class Candidates:
         saved, node = self._saved, self._node
         rank_of = np.full(len(node), -1)
         rank_of[at] = np.arange(len(at))
-        used = np.flatnonzero(np.isin(node, distinct(node[at])))  # ordered by node, as devices are
-        first = np.searchsorted(node[used], node[used])
-        nth = np.arange(len(used)) - first
-        _, row = np.unique(node[used], return_inverse=True)
-        shape = int(row.max()) + 1, int(nth.max()) + 1
-        device, rank = np.full(shape, -1), np.full(shape, -1)
-        device[row, nth], rank[row, nth] = used, rank_of[used]
+        used = np.flatnonzero(np.isin(node, distinct(node[at])))
+        nodes, row = number_values(node[used])
+        device = Lists.group(row, used, len(nodes)).padded()
+        rank = np.where(device < 0, -1, rank_of[device])
         kinds, kind = number_rows(
             np.hstack(
                 [np.where(device < 0, -1, saved.devices.of[device]), np.where(rank < 0, -1, saved.ranks.of[rank])]

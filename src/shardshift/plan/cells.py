@@ -16,7 +16,7 @@ Marking elements was rejected (grows with the model), and so was a table per ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -190,15 +190,6 @@ class Cells:
         _, one, other = np.intersect1d(number[: len(prev.joint)], number[len(prev.joint) :], return_indices=True)
         return one, other
 
-    @cached_property
-    def curr_role_bytes(self) -> Ints:
-        """Bytes that each new role holds."""
-        parts = self.curr_parts
-        part, role = parts.roles.take(np.arange(len(parts.joint)))
-        total = np.zeros(self.curr.role_count, np.int64)
-        np.add.at(total, role, (parts.volume * self.itemsizes[parts.joint])[part])
-        return total
-
     def regions(self, cells: Iterable[int]) -> dict[Tensor, list[Region]]:
         """What cells are made of, per tensor, for messages and for people."""
         found: dict[Tensor, list[Region]] = {}
@@ -312,6 +303,11 @@ def volumes(low: Ints, high: Ints) -> Ints:
     """Elements of each box."""
     size: Ints = np.prod(high - low, axis=1)
     return size
+
+
+def listed(found: Mapping[Tensor, list[Region]]) -> str:
+    """Tensors and regions in words, each region once."""
+    return "; ".join(f"{tensor} " + ", ".join(map(str, dict.fromkeys(regions))) for tensor, regions in found.items())
 
 
 def box(low: Ints, high: Ints, dims: int) -> Region:

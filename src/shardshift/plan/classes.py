@@ -9,7 +9,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from ..values.boxes import Ints, expand
-from .lists import Lists, number_rows
+from .lists import Lists, nth_in_run, number_rows
 
 Used: TypeAlias = tuple[Ints, Ints, Ints]
 """How many members of one class go to another: (origin class, place class, count), shape (used pairs,) each."""
@@ -74,5 +74,4 @@ def hand_out(used: Used, origins: Lists, places: Lists) -> tuple[Ints, Ints]:
     given, runs = places.items[at], origin[run]
     taken = np.lexsort((given, runs))
     runs, given = runs[taken], given[taken]
-    nth = np.arange(len(runs)) - np.searchsorted(runs, runs)
-    return origins.items[origins.starts[runs] + nth], given
+    return origins.items[origins.starts[runs] + nth_in_run(runs)], given

@@ -39,6 +39,13 @@ class Lists:
     def __getitem__(self, index: int) -> Ints:
         return self.items[self.starts[index] : self.starts[index + 1]]
 
+    def padded(self) -> Ints:
+        """The lists as the rows of a table, -1 behind their items; for items that are not negative."""
+        row, item = self.take(np.arange(len(self.counts)))
+        table = np.full((len(self.counts), int(self.counts.max(initial=0))), -1, np.int64)
+        table[row, nth_in_run(row)] = item
+        return table
+
     def take(self, indices: Ints) -> tuple[Ints, Ints]:
         """The lists of ``indices`` written out: positions in ``indices``, and items."""
         runs, at = expand(self.starts[indices], self.counts[indices])
@@ -77,6 +84,19 @@ def distinct(values: Ints) -> Ints:
         return ordered
     found: Ints = ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
     return found
+
+
+def nth_in_run(ascending: NDArray[np.integer]) -> Ints:
+    """Per value how many equal ones are before it."""
+    return np.arange(len(ascending)) - np.searchsorted(ascending, ascending)
+
+
+def nth_among_equals(values: NDArray[np.integer]) -> Ints:
+    """The same for values in any order."""
+    order = np.argsort(values, kind="stable")
+    nth = np.empty(len(values), np.int64)
+    nth[order] = nth_in_run(values[order])
+    return nth
 
 
 def is_in(values: Ints, known: Ints) -> NDArray[np.bool_]:

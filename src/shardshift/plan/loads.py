@@ -10,7 +10,6 @@ Choosing sources cell by cell (``sources``) sees no further than the next cell. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -19,29 +18,13 @@ from numpy.typing import NDArray
 from ..values import Topology
 from ..values.boxes import Ints
 from .lists import Lists
+from .moves import Moves
 
 _MOST_STEPS: Final = 2000
 _WORTH_WHILE: Final = 0.01
 
 _SLOW: Final = 0.8
 """Below this part of the fastest rate a device sends slowly: a chain runs at the pace of its slowest."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """Transfers as columns, by ascending cell; devices are positions.
-
-    Attributes:
-        cell: the cell.
-        source: the sender.
-        target: the receiver.
-        hop: 1 if the sender held it before, else one more than the sender's own.
-    """
-
-    cell: Ints
-    source: Ints
-    target: Ints
-    hop: Ints
 
 
 class Loads:
@@ -82,13 +65,14 @@ class Loads:
         return np.where(out == into, busy, np.maximum(busy, links))
 
 
-def relieve(loads: Loads, afford_s: float, rows: Rows, sizes_bytes: Ints, holders: Lists) -> None:
+def relieve(loads: Loads, afford_s: float, moves: Moves, sizes_bytes: Ints, holders: Lists) -> None:
     """Change who sends what until the busiest cannot be relieved.
 
     Args:
-        loads: of all rows; kept up to date.
+        loads: of all moves; kept up to date.
         afford_s: what need not be relieved.
-        rows: all transfers; sources and hops are changed in place.
+        moves: all of a plan, with cells by number, ascending, and devices by position; sources and hops are changed in
+            place.
         sizes_bytes: per cell.
         holders: per cell all who held it before.
     """
@@ -98,22 +82,22 @@ def relieve(loads: Loads, afford_s: float, rows: Rows, sizes_bytes: Ints, holder
         if limit_s <= afford_s * (1 + _WORTH_WHILE):
             return
         if loads.sent_s[device] >= loads.left_s[node]:
-            mine = np.flatnonzero(rows.source == device)
+            mine = np.flatnonzero(moves.source == device)
         else:
-            mine = np.flatnonzero((loads.node[rows.source] == node) & (loads.node[rows.target] != node))
-        mine = mine[np.argsort(-sizes_bytes[rows.cell[mine]], kind="stable")]
-        if not any(_give_away(loads, limit_s, rows, row, sizes_bytes, holders) for row in mine.tolist()):
+            mine = np.flatnonzero((loads.node[moves.source] == node) & (loads.node[moves.target] != node))
+        mine = mine[np.argsort(-sizes_bytes[moves.cell[mine]], kind="stable")]
+        if not any(_give_away(loads, limit_s, moves, row, sizes_bytes, holders) for row in mine.tolist()):
             return
 
 
-def _give_away(loads: Loads, limit_s: float, rows: Rows, row: int, sizes_bytes: Ints, holders: Lists) -> bool:
-    cell, source, target = int(rows.cell[row]), int(rows.source[row]), int(rows.target[row])
-    same = slice(*np.searchsorted(rows.cell, [cell, cell + 1]).tolist())
+def _give_away(loads: Loads, limit_s: float, moves: Moves, row: int, sizes_bytes: Ints, holders: Lists) -> bool:
+    cell, source, target = int(moves.cell[row]), int(moves.source[row]), int(moves.target[row])
+    same = slice(*np.searchsorted(moves.cell, [cell, cell + 1]).tolist())
     able, has = holders[cell], np.zeros(len(holders[cell]), np.int64)
-    if not (rows.source[same] == target).any():
+    if not (moves.source[same] == target).any():
         # Nobody has it from this target, so the target may have it from any other.
-        able, has = np.concatenate([able, rows.target[same]]), np.concatenate([has, rows.hop[same]])
-    elif rows.hop[row] > 1:
+        able, has = np.concatenate([able, moves.target[same]]), np.concatenate([has, moves.hop[same]])
+    elif moves.hop[row] > 1:
         return False  # those behind it count their hops from its own
     fits = (able != source) & (able != target)
     home = loads.node[target]
@@ -123,11 +107,11 @@ def _give_away(loads: Loads, limit_s: float, rows: Rows, row: int, sizes_bytes: 
     if not len(others):
         return False
     size_bytes, one = int(sizes_bytes[cell]), slice(row, row + 1)
-    loads.add(rows.source[one], rows.target[one], size_bytes, -1)
+    loads.add(moves.source[one], moves.target[one], size_bytes, -1)
     busy = loads.with_one_more(able[others], target, size_bytes)
     best = int(np.lexsort((able[others], has[others], busy))[0])
     better = bool(busy[best] < limit_s * (1 - _WORTH_WHILE))
     if better:
-        rows.source[row], rows.hop[row] = able[others[best]], has[others[best]] + 1
-    loads.add(rows.source[one], rows.target[one], size_bytes)
+        moves.source[row], moves.hop[row] = able[others[best]], has[others[best]] + 1
+    loads.add(moves.source[one], moves.target[one], size_bytes)
     return better

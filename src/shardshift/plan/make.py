@@ -73,8 +73,7 @@ def make_plan(
     if placement is None:
         placed = place(saved, free, prev, topology, group_size=group_size, node_worth_bytes=node_worth_bytes)
         if topology:
-            rank_bytes = cells.curr_role_bytes[curr.roles_of_rank].sum(axis=1)
-            placed = fast_first(saved, placed, rank_bytes, topology, by_node=node_worth_bytes != 0)
+            placed = fast_first(saved, placed, curr.rank_bytes, topology, by_node=node_worth_bytes != 0)
     else:
         if strange := sorted(set(placement) - set(usable.tolist())):
             raise Infeasible(f"the placement uses devices {strange}, which are not among those that may run ranks")

@@ -18,7 +18,7 @@ from scipy.sparse import coo_array, csr_array
 
 from ..values.boxes import Ints
 from .classes import Classes
-from .lists import Lists
+from .lists import Lists, nth_among_equals
 from .pairing import pair
 
 _MOST_NODES: Final = 5000
@@ -60,20 +60,17 @@ def open_nodes(slots: Slots, of_block: Ints, value: Ints, needed: int, node_wort
         needed: the fewest nodes that have room for all blocks.
         node_worth_bytes: what a closed node is worth; None means more than any bytes.
     """
+    if np.count_nonzero(value) > _MOST_ARCS:
+        return _close_some(slots, of_block, value, needed, node_worth_bytes)
     supply = np.bincount(of_block, minlength=len(value))
     block, slot = np.nonzero(value)
     nodes, first = np.unique(slots.node, return_index=True)
-    if len(block) > _MOST_ARCS:
-        return _close_one_by_one(slots, of_block, value, needed, node_worth_bytes)
     counts = _open_counts(slots, supply, (block, slot, value[block, slot]), needed, node_worth_bytes)
     node_class = slots.node_class[first]
-    nth = np.zeros(len(nodes), np.int64)
-    order = np.argsort(node_class, kind="stable")
-    nth[order] = np.arange(len(nodes)) - np.searchsorted(node_class[order], node_class[order])
-    return nodes[nth < counts[node_class]]
+    return nodes[nth_among_equals(node_class) < counts[node_class]]
 
 
-def _close_one_by_one(slots: Slots, of_block: Ints, value: Ints, needed: int, node_worth_bytes: int | None) -> Ints:
+def _close_some(slots: Slots, of_block: Ints, value: Ints, needed: int, node_worth_bytes: int | None) -> Ints:
     """Close the nodes that save the least, a few at a time, and see anew where the blocks go.
 
     Of equals those are closed that are farthest apart: nodes side by side hold what one pipeline stage needs.

@@ -8,7 +8,6 @@
    from each other, and pads with zeros; both miss the least.
 3. Classes are written out: each class of ranks takes its devices in ascending order, so that replicas stay in order
    and a layout paired with itself stays where it is.
-
 4. Where nearly every rank is a class of its own (ranges of a distributed optimizer) classes are made of the roles
    that ranks share, and what single ranks and devices have in common is added (``ranges``): still exact.
 
@@ -18,7 +17,7 @@ with, and needs a matrix of ranks by devices: 17 billion entries where this has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +28,7 @@ from ..values.boxes import Ints
 from .cells import Cells
 from .classes import Classes, hand_out
 from .flow import transport
-from .lists import distinct, entries
+from .lists import distinct, entries, is_in
 from .ranges import MOST_CLASSES, Ranges, pair_ranges, without_own_roles
 
 
@@ -96,7 +95,7 @@ def savings(cells: Cells, prev: PlacedLayout, devices: Sequence[int] | Ints) -> 
         ranks, holders = Classes.by_roles(wanted), Classes.by_roles(held)
     of_rank, of_device = ranks.of_roles(cells.curr.role_count), holders.of_roles(prev.layout.role_count)
     saved = csr_array(of_rank @ overlap @ of_device.T)
-    rank_bytes = cells.curr_role_bytes[cells.curr.roles_of_rank]
+    rank_bytes = cells.curr.rank_bytes
     if rank_bytes.sum(dtype=np.float64) > 2**62:
         raise Infeasible("all ranks together hold 2**62 bytes or more; what to do: check the global shapes")
     return Savings(ranks, holders, ids, saved, int(rank_bytes.sum()), ranges, *every)
@@ -131,15 +130,12 @@ def pair(origins: Classes, places: Classes, saved: csr_array, ranges: Ranges | N
     return int(entries(saved, used[0], used[1]) @ used[2]), placed
 
 
-def held_roles(prev: PlacedLayout, devices: Ints) -> Ints:
-    """Per device the roles that it plays in the old layout, shape (devices, k); -1 where it plays none."""
-    order = np.argsort(prev.device_ids)
-    known = prev.device_ids[order]
-    at = np.minimum(np.searchsorted(known, devices), max(len(known) - 1, 0))
+def held_roles(prev: PlacedLayout, devices: Ints, lost: Collection[int] = ()) -> Ints:
+    """Per device the roles that it plays in the old layout, shape (devices, k); -1 where it plays none, or is lost."""
+    ranks = prev.ranks_of(devices)
+    ranks[is_in(devices, np.array(sorted(lost), np.int64))] = -1
     roles = np.full((len(devices), prev.layout.roles_of_rank.shape[1]), -1, np.int64)
-    if len(known):
-        held = known[at] == devices
-        roles[held] = prev.layout.roles_of_rank[order[at[held]]]
+    roles[ranks >= 0] = prev.layout.roles_of_rank[ranks[ranks >= 0]]
     return roles
 
 
@@ -150,6 +146,6 @@ def lacking_bytes(prev: Layout, curr: Layout) -> Ints:
         An int64 array of shape (curr roles, prev roles + 1); the last column is a fresh device.
     """
     cells = Cells(prev, curr)
-    lacking = np.repeat(cells.curr_role_bytes[:, None], prev.role_count + 1, axis=1)
+    lacking = np.repeat(curr.role_bytes[:, None], prev.role_count + 1, axis=1)
     lacking[:, :-1] -= cells.overlap_bytes.toarray()
     return lacking

@@ -73,10 +73,7 @@ def pair_runs(
             they are one by one in the order of ranks.
     """
     devices = curr.device_ids
-    order = np.argsort(prev.device_ids)
-    known = prev.device_ids[order]
-    at = np.minimum(np.searchsorted(known, devices), len(known) - 1)
-    old = np.where(known[at] == devices, order[at], -1)
+    old = prev.ranks_of(devices)
     ranks = np.arange(len(devices))
     if len(devices) <= most:
         return tuple(

@@ -73,33 +73,26 @@ def place(
     assert topology is not None
     per_node = topology.devices_per_node
     # A group on several nodes: consecutive ranks on each, or, where ranks of one old slice are to part, every so many.
+    old_ranks = prev.ranks_of(saved.ids)
+    old_ranks[old_ranks < 0] = FRESH
     joint = (
-        _Placing(saved, prev, nodes).place(group_size, per_node, node_worth_bytes, strided=strided)
+        _Placing(saved, old_ranks, nodes).place(group_size, per_node, node_worth_bytes, strided=strided)
         for strided in (False, True)[: 1 + (group_size > per_node)]
     )
-    candidates = Candidates(saved, nodes, _old_ranks(saved, prev), group_size, per_node, node_worth_bytes)
+    candidates = Candidates(saved, nodes, old_ranks, group_size, per_node, node_worth_bytes)
     return saved.ids[candidates.best(joint, np.searchsorted(saved.ids, pairing))]
-
-
-def _old_ranks(saved: Savings, prev: PlacedLayout) -> Ints:
-    """Per device its old rank, or ``FRESH``."""
-    rank = np.full(len(saved.ids), FRESH, np.int64)
-    at = np.searchsorted(saved.ids, prev.device_ids)
-    known = np.flatnonzero(saved.ids[np.minimum(at, len(saved.ids) - 1)] == prev.device_ids)
-    rank[at[known]] = known
-    return rank
 
 
 class _Placing:
     """Devices that are still free, and ranks that have a device. Devices are positions in ``saved.ids``."""
 
-    def __init__(self, saved: Savings, prev: PlacedLayout, nodes: Ints) -> None:
+    def __init__(self, saved: Savings, old_ranks: Ints, nodes: Ints) -> None:
         self._saved = saved
         self._node = nodes
         self._free = np.ones(len(saved.ids), np.bool_)
         self._placed = np.full(len(saved.ranks.of), -1, np.int64)
         # Within a node by old rank, so that old TP groups are together; fresh devices last.
-        self._order = np.lexsort((saved.ids, _old_ranks(saved, prev), nodes))
+        self._order = np.lexsort((saved.ids, old_ranks, nodes))
         self._table = saved.saved_bytes.toarray()
 
     def place(self, group_size: int, devices_per_node: int, node_worth_bytes: int | None, *, strided: bool) -> Ints:
@@ -172,12 +165,8 @@ class _Placing:
         size = block_classes.shape[1]
         order = self._order[self._free[self._order]]
         per_node = Lists.group(self._node[order], order, int(self._node.max()) + 1)
-        most = int(per_node.counts.max())
         # Nodes whose devices are of the same classes in the same order are cut alike.
-        table = np.full((len(per_node.counts), most), -1, np.int64)
-        node, device = per_node.take(np.arange(len(per_node.counts)))
-        column = np.arange(len(node)) - per_node.starts[node]
-        table[node, column] = device
+        table = per_node.padded()
         kinds = np.where(table < 0, -1, self._saved.devices.of[table])
         first, kind = number_rows(kinds)
         found: list[tuple[Ints, Ints, Ints]] = []
@@ -219,16 +208,16 @@ class _Placing:
 
     def _values(self, block_classes: Ints, slot_classes: Ints) -> Ints:
         """Per block and slot class what the block saves in the slot."""
-        value = self._promise(block_classes, slot_classes)
-        wanted = self._table[:, slot_classes].argmax(axis=2)[block_classes]  # (blocks, size, slots)
+        table = self._table[:, slot_classes]
+        value: Ints = table.max(axis=2)[block_classes].sum(axis=1)  # as promised
+        wanted = table.argmax(axis=2)[block_classes]  # (blocks, size, slots)
         wanted.sort(axis=1)
         clash = np.nonzero((np.diff(wanted, axis=1) == 0).any(axis=1) & (value > 0))
         if len(clash[0]) > _MOST_ASSIGNED:
             return value  # thousands of blocks like no other: as promised, though it may be less
         for block, slot in zip(*clash, strict=True):
-            table = self._table[np.ix_(block_classes[block], slot_classes[slot])]
-            rows, columns = linear_sum_assignment(table, maximize=True)
-            value[block, slot] = table[rows, columns].sum()
+            ranks, devices = block_classes[block], slot_classes[slot]
+            value[block, slot] = self._table[ranks, devices[self._assignment(ranks, devices)]].sum()
         return value
 
     def _assignment(self, block: Ints, slot: Ints) -> Ints:
@@ -242,7 +231,7 @@ class _Placing:
         room = np.bincount(slots.node)
         room = np.sort(room[room > 0])[::-1]
         needed = int(np.searchsorted(np.cumsum(room), len(of_block))) + 1
-        if node_worth_bytes == 0 or needed >= len(room) or (room == 1).all():
+        if needed >= len(room) or (room == 1).all():
             return every
         return every[np.isin(slots.node, open_nodes(slots, of_block, value, needed, node_worth_bytes))]
 

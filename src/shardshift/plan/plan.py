@@ -28,7 +28,7 @@ from ..values import PlacedLayout, Shard
 from ..values.boxes import Ints
 from .cells import Cells
 from .expand import Expansion
-from .lists import entries, is_in
+from .lists import entries
 from .moves import Moves
 from .pairing import held_roles
 
@@ -100,9 +100,7 @@ class Plan:
     @cached_property
     def held(self) -> Ints:
         """Per rank of ``curr`` the old roles of its device, shape (ranks, k); -1 for none, or if it is lost."""
-        roles = held_roles(self.prev, self.curr.device_ids)
-        roles[is_in(self.curr.device_ids, np.array(self.lost, np.int64))] = -1
-        return roles
+        return held_roles(self.prev, self.curr.device_ids, self.lost)
 
     @cached_property
     def kept_by_rank_bytes(self) -> Ints:
@@ -113,11 +111,6 @@ class Plan:
     def referred_by_rank_bytes(self) -> Ints:
         """Per rank of ``curr`` the bytes of shards that its device holds exactly so."""
         return self._in_common(self.cells.same_bytes)
-
-    @cached_property
-    def rank_bytes(self) -> Ints:
-        """Per rank of ``curr`` the bytes that it holds."""
-        return np.asarray(self.cells.curr_role_bytes[self.curr.layout.roles_of_rank].sum(axis=1), np.int64)
 
     @property
     def referred_bytes(self) -> int:
@@ -161,6 +154,10 @@ class Plan:
         """What a device keeps as it is, in order of need."""
         held, wanted = self._roles(device)
         return (Refer(device, shard) for shard in self.expansion.same(held, wanted))
+
+    def allocated_of(self, device: int) -> Iterator[Shard]:
+        """The new shards for which a device needs storage, in order of need."""
+        return self.expansion.allocated(*self._roles(device))
 
     def copies_of(self, device: int) -> Iterator[Copy]:
         """What a device copies locally, in order of need."""

@@ -18,13 +18,11 @@ by one is what the tests do; its cost grows with the model, that of disjoint box
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
-from ..values import Layout, Mismatch, Region, StateLost, Tensor, Unaccounted
+from ..values import Layout, Mismatch, StateLost, Unaccounted
 from ..values.boxes import Ints, overlapping_within
-from .cells import Atoms, Cells, Parts
+from .cells import Atoms, Cells, Parts, listed
 from .lists import Lists, distinct, is_in
 from .plan import Plan
 from .replicas import replicas
@@ -48,13 +46,13 @@ def account(prev: Layout, curr: Layout) -> Cells:
     cells = Cells(prev, curr)
     if dropped := cells.dropped():
         raise Unaccounted(
-            f"the new layout drops elements that the old one holds: {_listed(dropped)}; nothing was moved. "
+            f"the new layout drops elements that the old one holds: {listed(dropped)}; nothing was moved. "
             "What to do: check the rule that cuts these tensors; its shards must cover them",
             [str(tensor) for tensor in dropped],
         )
     if missing := cells.missing():
         raise StateLost(
-            f"no living device holds these elements (the old layout does not hold them): {_listed(missing)}; nothing "
+            f"no living device holds these elements (the old layout does not hold them): {listed(missing)}; nothing "
             "was moved. What to do: check the rule that cuts these tensors, or restart from a checkpoint",
             [str(tensor) for tensor in missing],
         )
@@ -76,7 +74,7 @@ def prove(plan: Plan) -> None:
     held = replicas(plan)
     for holders, when in ((held.before, "is held by no living device"), (held.after, "would be held by no device")):
         if (bare := np.flatnonzero(holders == 0)).size:
-            raise Mismatch(f"{_listed(cells.regions(bare.tolist()))} {when}; {_BROKEN}")
+            raise Mismatch(f"{listed(cells.regions(bare.tolist()))} {when}; {_BROKEN}")
     if plan.moved_bytes < plan.least_moved_bytes:
         raise Mismatch(
             f"the plan moves {plan.moved_bytes} bytes and claims that {plan.least_moved_bytes} is the least; {_BROKEN}"
@@ -121,7 +119,7 @@ def _prove_cells(cells: Cells) -> None:
         if not (inside & (atoms.joint[atom] == parts.joint[part])).all():
             raise Mismatch(f"atom {atom[~inside][:1]} is not inside its part; {_BROKEN}")
         if left := uncovered():
-            raise Mismatch(f"these elements are in no cell: {_listed(left)}; {_BROKEN}")
+            raise Mismatch(f"these elements are in no cell: {listed(left)}; {_BROKEN}")
         _prove_holders(atoms, atom, part, parts, of_cell)
 
 
@@ -145,7 +143,7 @@ def _prove_moves(plan: Plan) -> None:
         if bad.size:
             row = int(bad[0])
             cell = int(moves.cell[row])
-            what = _listed(cells.regions([cell])) if 0 <= cell < len(cells) else "?"
+            what = listed(cells.regions([cell])) if 0 <= cell < len(cells) else "?"
             raise Mismatch(
                 f"move of cell {cell} ({what}) from device {moves.source[row]} to device {moves.target[row]} at hop "
                 f"{moves.hop[row]}: {why}; {_BROKEN}"
@@ -156,12 +154,12 @@ def _prove_moves(plan: Plan) -> None:
     refuse(np.flatnonzero((moves.source < 0) | (moves.target < 0)), "there is no such device")
     refuse(np.flatnonzero(moves.hop < 1), "there is no such hop")
     before, after = plan.prev, plan.curr
-    source_rank, target_rank = _ranks(before.device_ids, moves.source), _ranks(after.device_ids, moves.target)
+    source_rank, target_rank = before.ranks_of(moves.source), after.ranks_of(moves.target)
     refuse(np.flatnonzero(target_rank < 0), "the target has no rank in the new layout")
     wanted = _plays(after.layout, target_rank, cells.curr_roles, moves.cell)
     refuse(np.flatnonzero(~wanted), "the target shall not hold it")
     gone = np.array(sorted(plan.lost), np.int64)
-    held_rank = _ranks(before.device_ids, moves.target)
+    held_rank = before.ranks_of(moves.target)
     held_rank[is_in(moves.target, gone)] = -1
     held = _plays(before.layout, held_rank, cells.prev_roles, moves.cell)
     refuse(np.flatnonzero(held), "the target holds it already")
@@ -190,20 +188,13 @@ def _prove_moves(plan: Plan) -> None:
 
 
 def _prove_sums(plan: Plan, received: Ints) -> None:
-    short = np.flatnonzero(plan.kept_by_rank_bytes + received != plan.rank_bytes)
+    short = np.flatnonzero(plan.kept_by_rank_bytes + received != plan.curr.layout.rank_bytes)
     if short.size:
         rank = int(short[0])
         raise Mismatch(
             f"device {plan.curr.devices[rank]} (rank {rank}) keeps {plan.kept_by_rank_bytes[rank]} bytes and receives "
-            f"{received[rank]}, and shall hold {plan.rank_bytes[rank]}; {_BROKEN}"
+            f"{received[rank]}, and shall hold {plan.curr.layout.rank_bytes[rank]}; {_BROKEN}"
         )
-
-
-def _ranks(devices: Ints, asked: Ints) -> Ints:
-    """Per device asked for its rank, or -1."""
-    order = np.argsort(devices)
-    at = np.minimum(np.searchsorted(devices[order], asked), len(devices) - 1)
-    return np.where(devices[order][at] == asked, order[at], -1)
 
 
 def _plays(layout: Layout, ranks: Ints, of_cell: Lists, cell: Ints) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
@@ -215,7 +206,3 @@ def _plays(layout: Layout, ranks: Ints, of_cell: Lists, cell: Ints) -> np.ndarra
     for column in layout.roles_of_rank.T.astype(np.int64):
         playing |= (ranks >= 0) & is_in(cell * roles + column[ranks], named)
     return playing
-
-
-def _listed(found: Mapping[Tensor, list[Region]]) -> str:
-    return "; ".join(f"{tensor} " + ", ".join(map(str, dict.fromkeys(regions))) for tensor, regions in found.items())

@@ -11,7 +11,6 @@ about the time of one. Cell by cell, the heaviest first:
    head one: holders, and the last of chains inside a node; those that have sent the least so far come first.
 3. A cell that only one device holds and only one lacks, as ranges of a distributed optimizer are, has no choice; all
    such are done at once, and first, since the others have to give way to them.
-
 4. Devices that send slowly (or whose node's link does) are in no chain: each gets the cell from whoever is least busy.
 5. At the end weight is taken off the busiest (``loads.relieve``).
 
@@ -29,9 +28,9 @@ import numpy as np
 
 from ..values import PlacedLayout, StateLost, Topology
 from ..values.boxes import Ints
-from .cells import Cells
-from .lists import Lists, distinct, is_in, number_rows
-from .loads import Loads, Rows, relieve
+from .cells import Cells, listed
+from .lists import Lists, distinct, is_in, nth_among_equals, nth_in_run, number_rows
+from .loads import Loads, relieve
 from .moves import Moves
 from .pairing import held_roles
 
@@ -55,10 +54,7 @@ class Wants:
 
 def wants(cells: Cells, prev: PlacedLayout, curr: PlacedLayout, lost: Collection[int] = ()) -> Wants:
     """What each device of ``curr`` lacks, and the living holders of it."""
-    gone = np.array(sorted(lost), np.int64)
-    living = prev.device_ids[~is_in(prev.device_ids, gone)]
-    held = held_roles(prev, curr.device_ids)
-    held[is_in(curr.device_ids, gone)] = -1
+    held = held_roles(prev, curr.device_ids, lost)
     wanted = curr.layout.roles_of_rank.astype(np.int64)
     # Devices that held the same roles and take the same roles lack the same cells.
     first, kind = number_rows(np.column_stack([wanted, held]))
@@ -72,9 +68,9 @@ def wants(cells: Cells, prev: PlacedLayout, curr: PlacedLayout, lost: Collection
     cell, device = cell[order], device[order]
     lacked = distinct(cell)
 
-    roles = held_roles(prev, living)
-    flat = roles.reshape(-1)
-    of_role = Lists.group(flat, np.repeat(living, roles.shape[1]), cells.prev.role_count)
+    lives = ~is_in(prev.device_ids, np.array(sorted(lost), np.int64))
+    living, roles = prev.device_ids[lives], prev.layout.roles_of_rank[lives]
+    of_role = Lists.group(roles.reshape(-1), np.repeat(living, roles.shape[1]), cells.prev.role_count)
     at, role = cells.prev_roles.take(lacked)
     pair, holder = of_role.take(role)
     counts = np.bincount(at[pair], minlength=len(lacked))
@@ -132,8 +128,8 @@ def choose_sources(
         span = slice(want_starts[index], want_starts[index + 1])
         holders = holder[wanted.holders.starts[index] : wanted.holders.starts[index + 1]]
         sources[span], hops[span] = chooser.choose(int(size_bytes[index]), target[span], holders)
-    rows = Rows(number, sources, target, hops)
-    relieve(loads, chooser.afford_s, rows, size_bytes, Lists(wanted.holders.starts, holder))
+    moves = Moves(number, sources, target, hops)
+    relieve(loads, chooser.afford_s, moves, size_bytes, Lists(wanted.holders.starts, holder))
     order = np.lexsort((wanted.device, hops, wanted.cell))
     return Moves(*(column[order] for column in (wanted.cell, ids[sources], wanted.device, hops)))
 
@@ -195,7 +191,7 @@ class _Chooser:
         holder_node, target_node = node[sorted_holders], node[sorted_targets]
         first_here = np.searchsorted(holder_node, target_node)
         here = np.searchsorted(holder_node, target_node, side="right") - first_here
-        nth = np.arange(len(targets)) - np.searchsorted(target_node, target_node)
+        nth = nth_in_run(target_node)
         sources, hops = np.empty(len(targets), np.int64), np.ones(len(targets), np.int64)
 
         inside = np.flatnonzero(here)
@@ -236,9 +232,7 @@ class _Chooser:
         busy_s = np.maximum(loads.sent_s[able] + sends_s, loads.left_s[node] + leaves_s)
         best = np.lexsort((able, busy_s, has > 0, busy_s > self.afford_s))
         # Heads on one node share its link: the second finds the first's cell on it.
-        order = np.argsort(node[best], kind="stable")
-        earlier = np.empty(len(best), np.int64)
-        earlier[order] = np.arange(len(best)) - np.searchsorted(node[best][order], node[best][order])
+        earlier = nth_among_equals(node[best])
         busy_s = np.maximum(busy_s[best], loads.left_s[node[best]] + (earlier + 1) * leaves_s[best])
         best = best[np.argsort(busy_s > self.afford_s, kind="stable")]
         most = min(most, int((busy_s <= self.afford_s).sum()))
@@ -246,13 +240,10 @@ class _Chooser:
 
 
 def _state_lost(cells: Cells, orphans: Ints, lost: Collection[int]) -> StateLost:
-    lines = []
     found = cells.regions(orphans.tolist())
-    for tensor, regions in found.items():
-        lines.append(f"{tensor} " + ", ".join(map(str, dict.fromkeys(regions))))
     cause = f"devices {sorted(lost)} are lost" if lost else "the old layout does not hold them"
     return StateLost(
-        f"no living device holds these elements ({cause}): {'; '.join(lines)}; nothing was moved. "
+        f"no living device holds these elements ({cause}): {listed(found)}; nothing was moved. "
         "What to do: bring one of their holders back, or restart from a checkpoint",
         [str(tensor) for tensor in found],
     )

@@ -68,15 +68,11 @@ def fast_first(saved: Savings, placed: Ints, rank_bytes: Ints, topology: Topolog
 def _alike_nodes(node: Ints, kind: Ints) -> Iterator[Ints]:
     """Sets of two or more nodes whose devices are of the same kinds: positions, shape (nodes, devices a node)."""
     order = np.lexsort((np.arange(len(node)), kind, node))
-    nodes, starts = np.unique(node[order], return_index=True)
+    _, starts = np.unique(node[order], return_index=True)
     per_node = Lists(np.append(starts, len(node)), order)
-    most = int(per_node.counts.max(initial=0))
-    table = np.full((len(nodes), most), -2, np.int64)
-    row, device = per_node.take(np.arange(len(nodes)))
-    table[row, np.arange(len(row)) - starts[row]] = kind[device]
-    first, number = number_rows(table)
+    table = per_node.padded()
+    first, number = number_rows(np.where(table < 0, -2, kind[table]))  # -1 is a kind
     for one, example in enumerate(first.tolist()):
         alike = np.flatnonzero(number == one)
         if len(alike) > 1:
-            count = int(per_node.counts[example])
-            yield np.array([per_node[index][:count] for index in alike.tolist()])
+            yield table[alike, : per_node.counts[example]]

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..models import rank_bytes
 from ..values import Infeasible, ParallelConfig, Topology
 from ..values.boxes import Ints
 from .allocator import cross_node_tp_groups, free_nodes
@@ -192,7 +191,7 @@ def peak_extra_bytes(plan: Plan, staging_bytes: int) -> Ints:
     """
     at = np.array(plan.devices, np.int64)
     moves, extra = plan.moves, np.zeros(len(at), np.int64)
-    extra[np.searchsorted(at, plan.curr.device_ids)] = plan.rank_bytes - plan.referred_by_rank_bytes
+    extra[np.searchsorted(at, plan.curr.device_ids)] = plan.curr.layout.rank_bytes - plan.referred_by_rank_bytes
     for end in (moves.source, moves.target):
         carried = np.zeros(len(at), np.int64)
         np.add.at(carried, np.searchsorted(at, end), plan.cells.nbytes[moves.cell])
@@ -204,7 +203,7 @@ def old_bytes(plan: Plan) -> Ints:
     """Bytes that each device of ``plan.devices`` holds before; 0 for one that is lost."""
     at = np.array(plan.devices, np.int64)
     held = np.zeros(len(at), np.int64)
-    held[np.searchsorted(at, plan.prev.device_ids)] = rank_bytes(plan.prev.layout)
+    held[np.searchsorted(at, plan.prev.device_ids)] = plan.prev.layout.rank_bytes
     held[np.isin(at, np.array(plan.lost, np.int64))] = 0
     return held
 

@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..values import Topology
+from ..values.boxes import Ints
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 LEAST_PIECE_BYTES = 256 * 1024

@@ -160,7 +160,7 @@ def exact_matrix(plan: Plan, change: Change, most: int = MOST_ENTRIES) -> Matrix
     cells, prev, curr = plan.cells, plan.prev.layout, plan.curr.layout
     (rows, row_ranks), (columns, column_ranks) = _classes(curr), _classes(prev)
     shown_rows, shown_columns = rows[:most], columns[:most]
-    lacking = np.repeat(plan.rank_bytes[shown_rows][:, None], len(shown_columns) + 1, axis=1)
+    lacking = np.repeat(plan.curr.layout.rank_bytes[shown_rows][:, None], len(shown_columns) + 1, axis=1)
     for wanted in curr.roles_of_rank[shown_rows].T.astype(np.int64):
         for held in prev.roles_of_rank[shown_columns].T.astype(np.int64):
             lacking[:, :-1] -= cells.overlap_bytes[wanted][:, held].toarray()

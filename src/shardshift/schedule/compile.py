@@ -107,9 +107,7 @@ class Schedule:
         if copies:
             rounds = self._with_copies(rounds, copies)
         refers = tuple(Refer(refer.shard) for refer in plan.refers_of(device))
-        kept = {refer.shard for refer in refers}
-        allocate = tuple(shard for shard in plan.curr.shards_on(device) if shard not in kept)
-        return Program(device, refers, allocate, tuple(rounds), plan.digest)
+        return Program(device, refers, tuple(plan.allocated_of(device)), tuple(rounds), plan.digest)
 
     def _units(self, device: int) -> list[_Unit]:
         """All messages of a device, in the order of all units."""

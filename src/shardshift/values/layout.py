@@ -200,6 +200,18 @@ class Layout:
             of[bundle].append(tensor)
         return tuple(map(tuple, of))
 
+    @cached_property
+    def role_bytes(self) -> Ints:
+        """Bytes that each role holds, shape (roles,)."""
+        rows, total = self.rows, np.zeros(self.role_count, np.int64)
+        np.add.at(total, rows.role, (rows.high - rows.low).prod(axis=1) * self.bundle_itemsizes[rows.bundle])
+        return total
+
+    @cached_property
+    def rank_bytes(self) -> Ints:
+        """Bytes that each virtual rank holds, shape (ranks,)."""
+        return np.asarray(self.role_bytes[self.roles_of_rank].sum(axis=1), np.int64)
+
     @property
     def world_size(self) -> int:
         """Virtual ranks."""
@@ -348,32 +360,29 @@ class PlacedLayout:
             raise Mismatch(f"device {min(self.devices)} is named; devices are numbered from 0")
 
     @cached_property
-    def rank_of_device(self) -> dict[int, int]:
-        """Virtual rank by device."""
-        return {device: rank for rank, device in enumerate(self.devices)}
-
-    def rank_of(self, device: int) -> int | None:
-        """The virtual rank on a device; None if it has none."""
-        # Not through the dictionary: of a hundred thousand devices a program asks for some hundred.
-        if self._ranks is None:
-            return self.rank_of_device.get(device)
-        rank = int(self._ranks[device]) if 0 <= device < len(self._ranks) else -1
-        return None if rank < 0 else rank
-
-    @cached_property
-    def _ranks(self) -> NDArray[np.int32] | None:
-        """Per device id its rank or -1; None where ids are too far apart for a table."""
-        most = int(self.device_ids.max(initial=-1))
-        if most >= 4 * len(self.devices) + 1024:
-            return None
-        ranks = np.full(most + 1, -1, np.int32)
-        ranks[self.device_ids] = np.arange(len(self.devices))
-        return ranks
-
-    @cached_property
     def device_ids(self) -> Ints:
         """``devices`` as an array, shape (ranks,)."""
         return np.array(self.devices, np.int64)
+
+    def ranks_of(self, devices: Ints) -> Ints:
+        """Per device its virtual rank, -1 where it has none."""
+        order, known = self._by_device
+        if not len(known):
+            return np.full(len(devices), -1, np.int64)
+        at = np.minimum(np.searchsorted(known, devices), len(known) - 1)
+        return np.where(known[at] == devices, order[at], -1)
+
+    def rank_of(self, device: int) -> int | None:
+        """The virtual rank on a device; None if it has none."""
+        order, known = self._by_device
+        at = int(np.searchsorted(known, device))
+        return int(order[at]) if at < len(known) and known[at] == device else None
+
+    @cached_property
+    def _by_device(self) -> tuple[Ints, Ints]:
+        """Ranks by ascending device, and those devices."""
+        order = np.argsort(self.device_ids)
+        return order, self.device_ids[order]
 
     def shards_on(self, device: int) -> Role:
         """What a device holds; nothing, if it has no rank."""
