@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from tests.cases.moves import Held, Values, box, cut, ranks, right, tensor
 
-from shardshift.elastic import Control, LocalJob, Member
+from shardshift.coordination import Control
+from shardshift.elastic import LocalJob, Member
 from shardshift.engine import RoundEvent, run_program
 from shardshift.plan import Plan, make_plan
 from shardshift.schedule import compile_programs

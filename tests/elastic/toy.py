@@ -23,7 +23,8 @@ import torch.distributed as dist
 from tests.unit.strategies import Model, Rule, even_split, grid_layout, inside
 
 from shardshift.adapters import Place
-from shardshift.elastic import Control, LocalJob, Member, Script, session
+from shardshift.coordination import Control
+from shardshift.elastic import LocalJob, Member, Script, session
 from shardshift.elastic.session import Session
 from shardshift.elastic.transition import Transition
 from shardshift.values import (

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from tests.transport.conformance import DEVICES, GRACE_S, LONG_S, SCENARIOS, End, play
 
-from shardshift.elastic import Control, LocalJob, Member
+from shardshift.coordination import Control
+from shardshift.elastic import LocalJob, Member
 from shardshift.transport import ProcessGroupTransport, TransportError, byte_view
 
 

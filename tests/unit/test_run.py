@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.unit.strategies import Move, growths, inside, moves
 
-from shardshift.elastic import Control, LocalJob, Member
+from shardshift.coordination import Control
+from shardshift.elastic import LocalJob, Member
 from shardshift.engine import DIRECT_BYTES, RoundEvent, available_bytes, run, run_program
 from shardshift.plan import Plan, make_plan
 from shardshift.schedule import Program, compile_programs

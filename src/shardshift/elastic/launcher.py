@@ -24,8 +24,8 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from ..coordination import Control, record_loss, stands_by
 from ..values import PeerLost, ShardshiftError
-from .control import Control, record_loss, stands_by
 from .member import job_store
 
 Send = Callable[[Any], None]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from ..coordination import to_record
 from ..values import ParallelConfig, ShardshiftError
-from .control import to_record
 
 
 @dataclass(frozen=True, slots=True)

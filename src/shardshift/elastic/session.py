@@ -28,16 +28,15 @@ import torch.distributed as dist
 
 from ..adapters import Adapter, Place
 from ..adapters.protocol import J
+from ..coordination import Control, Watch
 from ..engine import RoundEvent
 from ..transport import ProcessGroupTransport, Transport
 from ..values import Infeasible, Mismatch, ParallelConfig, PeerLost, ShardshiftError
-from .control import Control
 from .member import Member
 from .proposal import Proposal
 from .report import Phases, ResizeReport
 from .resize import Resize, ResizeSource, Script
 from .transition import Derived, Prepared, Settings, Transition, too_few_devices
-from .watch import Watch
 
 _FINISHED = "finished"
 
@@ -69,7 +68,7 @@ class Session(Generic[J]):
         self._job: J | None = None
         self._prepared: Prepared[J] | None = None
         self._control = Control(member.store, member.device, settings.timeout_s)
-        self._watch = Watch(member, self._control, settings.timeout_s)
+        self._watch = Watch(self._control, range(member.topology.devices))
         self._transport: Transport | None = None
 
     def __enter__(self) -> Self:

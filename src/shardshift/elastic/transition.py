@@ -15,12 +15,12 @@ import torch
 
 from ..adapters import Adapter, Change
 from ..adapters.protocol import J
+from ..coordination import Control, to_record
 from ..engine import RoundEvent, available_bytes, checksum, run_program
 from ..plan import Plan, make_plan
 from ..schedule import Program, compile_program, peak_extra_bytes
 from ..transport import Transport
 from ..values import Infeasible, Mismatch, ParallelConfig, PlacedLayout, Shard, ShardshiftError, Topology
-from .control import Control, to_record
 from .proposal import Proposal, refusal
 from .resize import Resize
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardshift.elastic import Control, record_failure
-from shardshift.elastic.control import record_loss, stands_by
+from shardshift.coordination import Control, record_failure, record_loss, stands_by
 from shardshift.values import PeerLost
 
 GRACE_S = 5.0

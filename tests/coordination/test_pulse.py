@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from shardshift.elastic import Control, Pulse, diagnose, record_failure
-from shardshift.elastic.pulse import _next_in_ring, as_peer_lost
+from shardshift.coordination import Control, Pulse, as_peer_lost, diagnose, record_failure
+from shardshift.coordination.pulse import _next_in_ring
 from shardshift.transport import TransportError
 from shardshift.values import PeerLost
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
 from ..values import PeerLost
 from .control import Control, record_loss
-from .member import Member
 from .pulse import Pulse, as_peer_lost
 
 
 class Watch:
     """The state of one process's dependence on others.
 
+    Args:
+        control: this process's end of the control plane; its store is cloned for the pulse's thread.
+        devices: whose loss is this process's loss too, until ``concern`` says otherwise.
+
     Attributes:
         phase: what this process is doing, in the words of ``PeerLost``.
     """
 
-    def __init__(self, member: Member, control: Control, timeout_s: float) -> None:
+    def __init__(self, control: Control, devices: Iterable[int]) -> None:
         self.phase = "start"
-        self._member = member
         self._control = control
-        self._concerned: tuple[int, ...] = tuple(range(member.topology.devices))  # all have to come, to begin with
-        store = member.store.clone()  # type: ignore[attr-defined]  # the stub lacks it
-        self._pulse = Pulse(store, member.device, timeout_s, lambda: self.phase)
+        self._concerned = tuple(devices)
+        store = control.store.clone()  # type: ignore[attr-defined]  # the stub lacks it
+        self._pulse = Pulse(store, control.device, control.timeout_s, lambda: self.phase)
 
     def start(self) -> None:
         """Show from now on that this process lives."""
@@ -65,7 +67,7 @@ class Watch:
         if (lost := self._lost(error)) is not None:
             raise lost from error
         with suppress(dist.DistError):  # without a store nobody can be told, and the first error matters
-            record_loss(self._member.store, self._member.device, self.phase, f"{type(error).__name__}: {error}")
+            record_loss(self._control.store, self._control.device, self.phase, f"{type(error).__name__}: {error}")
 
     def _lost(self, error: BaseException) -> PeerLost | None:
         return as_peer_lost(error, self._control, self._concerned, self.phase)

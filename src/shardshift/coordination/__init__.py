@@ -1,0 +1,17 @@
+"""How the processes of a job agree over a store, and how they notice one that is gone."""
+
+from .control import Control, record_failure, record_loss, stands_by, to_record
+from .pulse import Pulse, as_peer_lost, diagnose
+from .watch import Watch
+
+__all__ = [
+    "Control",
+    "Pulse",
+    "Watch",
+    "as_peer_lost",
+    "diagnose",
+    "record_failure",
+    "record_loss",
+    "stands_by",
+    "to_record",
+]
