@@ -55,7 +55,7 @@ $(STAMP): pyproject.toml constraints/dev.txt
 		"$$python" -m venv --clear $(VENV); \
 	fi
 	@$(PIP) install -qq $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') \
-		--constraint constraints/dev.txt --editable '.[demo,dev,megatron]'
+		--constraint constraints/dev.txt --editable '.[demo,dev,megatron,trace]'
 	@touch $@
 
 demo: $(STAMP)
