@@ -12,8 +12,14 @@ from typing import ClassVar
 
 
 class ShardshiftError(Exception):
-    """Base of all errors that shardshift raises on purpose."""
+    """Base of all errors that shardshift raises on purpose.
 
+    Attributes:
+        journal: what a move that gave memory back step by step had done when it was interrupted, for
+            ``Mover.resume``; None where the old state is whole. Never travels to another rank.
+    """
+
+    journal: object | None = None
     _by_name: ClassVar[dict[str, type[ShardshiftError]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -35,6 +41,8 @@ class ShardshiftError(Exception):
         """The error that ``to_wire`` described. An unknown class becomes the base class."""
         record = json.loads(wire)
         name, text = record.pop("error"), record.pop("text")
+        if name == ShardshiftError.__name__:
+            return ShardshiftError(text)
         kind = ShardshiftError._by_name.get(name)
         if kind is None:
             return ShardshiftError(f"{name}: {text}")
@@ -89,7 +97,8 @@ class PeerLost(ShardshiftError):
         who = ", ".join(map(str, self.ranks)) if self.ranks else "unknown"
         super().__init__(
             f"lost rank {who} in phase '{phase}': {reason}. What to do: the state that this rank holds is as "
-            "it was after the last finished step; restart the lost ranks, or the job from its last checkpoint"
+            "it was after the last finished step (or in this error's journal, if the move gave memory back as it "
+            "went); restart the lost ranks, or the job from its last checkpoint"
         )
 
     def _fields(self) -> dict[str, object]:

@@ -38,6 +38,11 @@ class Tensor:
     dtype: str
     itemsize: int
 
+    def __hash__(self) -> int:
+        # What identifies it, and not all fields: tensors and shards are keys everywhere. Python's own hash of an enum
+        # member is a function call.
+        return hash((self.name, str.__hash__(self.kind)))
+
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
@@ -64,6 +69,11 @@ class Shard:
             stop > size for stop, size in zip(self.region.stops, whole.shape, strict=True)
         ):
             raise Mismatch(f"shard {self.region} is not inside {self.tensor} of global shape {self.tensor.shape}")
+
+    def __hash__(self) -> int:
+        # One call instead of three: nested values would each hash all of their fields.
+        tensor = self.tensor
+        return hash((tensor.name, str.__hash__(tensor.kind), self.region.offsets))
 
     @property
     def nbytes(self) -> int:
