@@ -1,6 +1,7 @@
 """How the processes of a job agree over a store, and how they notice one that is gone."""
 
-from .control import Control, record_failure, record_loss, stands_by, to_record
+from .agreement import opened, refusal, settle, to_record
+from .control import Control, record_failure, record_loss, stands_by
 from .pulse import Pulse, as_peer_lost, diagnose
 from .watch import Watch
 
@@ -10,8 +11,11 @@ __all__ = [
     "Watch",
     "as_peer_lost",
     "diagnose",
+    "opened",
     "record_failure",
     "record_loss",
+    "refusal",
+    "settle",
     "stands_by",
     "to_record",
 ]

@@ -7,7 +7,6 @@ reason, so all survivors raise one and the same ``PeerLost``.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -41,6 +40,10 @@ def record_loss(store: dist.Store, device: int, phase: str, reason: str) -> Peer
 def stands_by(store: dist.Store, device: int) -> bool:
     """Whether a device says of itself that it stands by."""
     return store.check([_standby(device)])
+
+
+def _of(topic: str, member: int) -> str:
+    return f"{topic}/{member}"
 
 
 def _standby(device: int) -> str:
@@ -134,12 +137,20 @@ class Control:
         Raises:
             PeerLost: if the job fails meanwhile, or a member did not come in time; it names which.
         """
-        keys = {member: f"{topic}/{member}" for member in members}
-        self.publish(keys[self.device], content)
-        if not self._await(list(keys.values()), self.timeout_s):
-            missing = [member for member, key in keys.items() if not self.store.check([key])]
+        self.publish(_of(topic, self.device), content)
+        if not self._await([_of(topic, member) for member in members], self.timeout_s):
+            missing = [member for member in members if not self.store.check([_of(topic, member)])]
             raise record_failure(self.store, missing, phase, f"did not come to '{topic}' within {self.timeout_s:.0f} s")
-        return dict(zip(keys, self.store.multi_get(list(keys.values())), strict=True))
+        return self.collect(topic, members)
+
+    def collect(self, topic: str, members: Collection[int]) -> dict[int, bytes]:
+        """The records of ``gather``, which are all there."""
+        return dict(zip(members, self.store.multi_get([_of(topic, member) for member in members]), strict=True))
+
+    def decide(self, key: str, proposal: bytes) -> bytes:
+        """Propose a decision and learn which one was made: the first that anybody proposed."""
+        made: bytes = self.store.compare_set(key, "", proposal.decode())
+        return made
 
     def _await(self, keys: list[str], timeout_s: float) -> bool:
         """Whether all keys are there, at the latest after ``timeout_s``."""
@@ -160,8 +171,3 @@ class Control:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
         yield
-
-
-def to_record(**fields: object) -> bytes:
-    """A control record: JSON."""
-    return json.dumps(fields, sort_keys=True).encode()
