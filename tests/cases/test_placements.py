@@ -109,4 +109,4 @@ def test_each_tensor_keeps_an_element_type_and_bits_of_its_own() -> None:
     def layout(ways: int) -> Layout:
         return ranks(*[[box(of, chunk(of.shape[0], ways, rank)) for of in values] for rank in range(ways)])
 
-    arrive(values, layout(2), layout(3), layout(1), layout(4), layout(2), staging_bytes=4)
+    arrive(values, layout(2), layout(3), layout(1), layout(4), layout(2), staging_bytes=8)

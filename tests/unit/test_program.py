@@ -29,7 +29,7 @@ from shardshift.schedule import (
     describe,
     peak_extra_bytes,
 )
-from shardshift.schedule.compile import cut_by_slots
+from shardshift.schedule.cuts import cut_by_slots
 from shardshift.values import (
     Infeasible,
     Kind,
@@ -43,7 +43,7 @@ from shardshift.values import (
     Topology,
 )
 
-STAGING = st.integers(4, 200)
+STAGING = st.integers(8, 200)
 ROUND = st.sampled_from([None, 1, 5, 16, 100])
 MOVES = st.one_of(moves(), growths())
 Messages: TypeAlias = dict[tuple[int, int], list[list[Shard]]]
@@ -92,13 +92,12 @@ def test_both_ends_list_the_same_pieces_in_the_same_messages_and_order(
 
 @settings(max_examples=80)
 @given(MOVES, STAGING, ROUND)
-def test_no_device_sends_or_receives_more_than_the_bound_in_a_round(
+def test_no_round_sends_and_receives_more_than_half_of_the_bound(
     move: Move, staging_bytes: int, round_bytes: int | None
 ) -> None:
     for program in compile_programs(plan_of(move), staging_bytes, round_bytes).values():
         for step in program.rounds:
-            assert sum(send.piece.nbytes for send in step.sends) <= staging_bytes
-            assert sum(recv.piece.nbytes for recv in step.recvs) <= staging_bytes
+            assert sum(one.piece.nbytes for one in (*step.sends, *step.recvs)) <= staging_bytes // 2
             assert step.sends or step.recvs or step.copies
 
 
@@ -167,7 +166,7 @@ def test_what_is_forwarded_has_come_in_an_earlier_round(
 
 def test_a_chain_receives_and_forwards_in_the_same_rounds() -> None:
     shards = tuple(whole(Kind.PARAM, f"w{i}", size) for i, size in enumerate((100, 37, 3, 260)))
-    programs = compile_programs(replicas(shards, 6), 64, 20)
+    programs = compile_programs(replicas(shards, 6), 128, 20)
     inner = [program for program in programs.values() if any(step.recvs and step.sends for step in program.rounds)]
     assert len(inner) == 4
     for program in inner:
@@ -183,7 +182,7 @@ def test_a_chain_receives_and_forwards_in_the_same_rounds() -> None:
 def test_long_chains_have_shorter_slots() -> None:
     shards = (whole(Kind.PARAM, "w", 64 << 20),)
     slots = [Schedule.of(replicas(shards, ways), 64 << 20).round_bytes for ways in (2, 9, 33)]
-    assert slots[0] == 32 << 20
+    assert slots[0] == 16 << 20
     assert slots[0] > slots[1] > slots[2] >= 1 << 18
 
 
@@ -246,7 +245,7 @@ def test_parameters_come_first_and_moments_last() -> None:
     shards = [whole(kind, f"layers.{i}", 8) for kind in kinds for i in (1, 0)]
     received = [
         (recv.piece.tensor.kind, recv.piece.tensor.name)
-        for step in handover(*shards, staging_bytes=8)[1].rounds
+        for step in handover(*shards, staging_bytes=16)[1].rounds
         for recv in step.recvs
     ]
     ordered = [Kind.PARAM, Kind.BUFFER, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ]
@@ -257,31 +256,31 @@ def test_parameters_come_first_and_moments_last() -> None:
 def test_a_device_has_no_rounds_for_what_others_exchange() -> None:
     a, b = whole(Kind.PARAM, "a", 100), whole(Kind.PARAM, "b", 4)
     prev = PlacedLayout(Layout(((a,), (b,)), (0, 1)), (0, 1))
-    programs = compile_programs(make_plan(prev, prev.layout, devices=(2, 3), placement=(2, 3)), staging_bytes=8)
+    programs = compile_programs(make_plan(prev, prev.layout, devices=(2, 3), placement=(2, 3)), staging_bytes=16)
     assert len(programs[0].rounds) == len(programs[2].rounds) > 10
     assert len(programs[1].rounds) == len(programs[3].rounds) == 1
 
 
 def test_small_pieces_of_a_pair_and_slot_are_one_message() -> None:
     programs = handover(*(whole(Kind.PARAM, f"w{i}", 3) for i in range(30)), staging_bytes=60)
-    assert [len(step.sends) for step in programs[0].rounds] == [10, 10, 10]  # slots of 30 bytes
+    assert [len(step.sends) for step in programs[0].rounds] == [5] * 6  # slots of 15 bytes
 
 
 def test_large_pieces_are_cut_to_the_bound_on_elements() -> None:
-    rounds = handover(whole(Kind.PARAM, "w", 10, itemsize=4), staging_bytes=15)[0].rounds
+    rounds = handover(whole(Kind.PARAM, "w", 10, itemsize=4), staging_bytes=31)[0].rounds
     sizes = [send.piece.region.numel for step in rounds for send in step.sends]
     assert sum(sizes) == 10
     assert max(sizes) == 2  # slots of 7 bytes
 
 
 def test_an_element_larger_than_the_bound_is_refused() -> None:
-    with pytest.raises(Infeasible, match="one element has 4 bytes, the staging bound is 3"):
-        handover(whole(Kind.PARAM, "w", 10, itemsize=4), staging_bytes=3)
+    with pytest.raises(Infeasible, match="one element has 4 bytes, a round has 3, half of the staging bound of 7"):
+        handover(whole(Kind.PARAM, "w", 10, itemsize=4), staging_bytes=7)
 
 
-@pytest.mark.parametrize(("staging_bytes", "round_bytes"), [(0, None), (8, 0)])
+@pytest.mark.parametrize(("staging_bytes", "round_bytes"), [(0, None), (1, None), (8, 0)])
 def test_bounds_that_move_nothing_are_refused(staging_bytes: int, round_bytes: int | None) -> None:
-    with pytest.raises(Infeasible, match="0 bytes move"):
+    with pytest.raises(Infeasible, match=r"[01] bytes move"):
         Schedule.of(replicas((whole(Kind.PARAM, "w", 4),), 2), staging_bytes, round_bytes)
 
 
@@ -301,23 +300,28 @@ def test_a_plan_of_copies_alone_has_one_round_and_one_of_refers_has_none() -> No
     assert (stay.refers, stay.allocate, stay.rounds) == ((Refer(shard),), (), ())
 
 
-def test_the_peak_is_new_shards_plus_the_largest_round() -> None:
-    programs = handover(whole(Kind.PARAM, "a", 10), whole(Kind.PARAM, "b", 3), staging_bytes=8)
+def test_the_peak_is_new_shards_plus_two_rounds() -> None:
+    programs = handover(whole(Kind.PARAM, "a", 10), whole(Kind.PARAM, "b", 3), staging_bytes=16)
     assert [sum(send.piece.nbytes for send in step.sends) for step in programs[0].rounds] == [4, 4, 4, 1]
-    assert peak_extra_bytes(programs[0]) == 4
-    assert peak_extra_bytes(programs[1]) == 13 + 4
+    assert peak_extra_bytes(programs[0]) == 8
+    assert peak_extra_bytes(programs[1]) == 13 + 8
 
 
 @settings(max_examples=40)
 @given(MOVES, STAGING)
 def test_a_program_survives_json(move: Move, staging_bytes: int) -> None:
-    for program in compile_programs(plan_of(move), staging_bytes).values():
-        assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
+    for policy in ("keep", "release"):
+        try:
+            programs = compile_programs(plan_of(move), staging_bytes, policy=policy)
+        except Infeasible:
+            continue
+        for program in programs.values():
+            assert Program.from_json(json.loads(json.dumps(program.to_json()))) == program
 
 
 def test_an_unknown_instruction_is_refused() -> None:
     record = handover(whole(Kind.PARAM, "w", 4), staging_bytes=8)[0].to_json()
-    record["rounds"][0][0]["do"] = "teleport"
+    record["epochs"][0]["rounds"][0][0]["do"] = "teleport"
     with pytest.raises(ValueError, match="teleport"):
         Program.from_json(record)
 

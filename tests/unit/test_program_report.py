@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from shardshift.report.program import peer_bytes, peer_table
-from shardshift.schedule import Forward, Program, Recv, Round, Send
+from shardshift.schedule import Epoch, Forward, Program, Recv, Round, Send
 from shardshift.values import Kind, Region, Shard, Tensor
 
 TENSOR = Tensor(Kind.PARAM, "w", (1024,), "float32", 4)
@@ -18,7 +18,7 @@ def piece(low: int, high: int) -> Shard:
 
 
 def program(*rounds: Round) -> Program:
-    return Program(0, (), (), rounds, "digest")
+    return Program(0, (), (Epoch((), rounds),), "digest")
 
 
 def text(one: Program) -> str:

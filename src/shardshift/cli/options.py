@@ -152,7 +152,7 @@ Staging: TypeAlias = Annotated[
     typer.Option(
         parser=_staging_size,
         metavar="SIZE",
-        help="What a device stages for sending, and again for receiving, e.g. 512MiB.",
+        help="The most that a device stages at any time, e.g. 512MiB.",
         show_default=f"{STAGING_BYTES >> 20}MiB, as a session",
     ),
 ]

@@ -24,7 +24,7 @@ from .sources import wants
 from .timing import Prediction, piece_bytes, predict
 
 STAGING_BYTES: Final = 64 * 2**20
-"""What a device may stage for sending, and again for receiving, unless told otherwise; a session's default too."""
+"""What a device may stage, sends and receives together, unless told otherwise; a session's default too."""
 
 _MOST_COMPARED: Final = 4096
 """Ranks up to which a plan is compared with bytes alone: with ZeRO-1 that is a pairing of seconds, beyond."""
@@ -130,7 +130,7 @@ def summarise(
         method: how it was planned.
         plans: what ``solve`` gave.
         plan_s: how long that took, if it is to be in the figures.
-        staging_bytes: the most that a device stages for sending, and again for receiving.
+        staging_bytes: the most that a device stages.
     """
     first, last = plans[0], plans[-1]
     whole = first if first is last else direct(change, first.prev, last.curr.layout, last.curr.devices)
@@ -184,19 +184,18 @@ def cross_node_bytes(plan: Plan, topology: Topology) -> int:
 
 
 def peak_extra_bytes(plan: Plan, staging_bytes: int) -> Ints:
-    """Bytes that each device of ``plan.devices`` needs beyond its old state while nothing old is released.
+    """Bytes that each device of ``plan.devices`` needs beyond its old state while nothing old is released, at most.
 
-    All of its new shards but those that it refers, and staging for what it sends and for what it receives, each at
-    most ``staging_bytes``. Allocator rounding and the transport's own buffers are not in it.
+    That is the policy ``keep``: all of its new shards but those that it refers, and staging for what it sends and
+    receives. No program is written, so what needs no staging (``schedule.staging``) counts too: ``schedule.peak`` is
+    exact. Allocator rounding and the transport's own buffers are not in it.
     """
     at = np.array(plan.devices, np.int64)
-    moves, extra = plan.moves, np.zeros(len(at), np.int64)
+    moves, extra, carried = plan.moves, np.zeros(len(at), np.int64), np.zeros(len(at), np.int64)
     extra[np.searchsorted(at, plan.curr.device_ids)] = plan.curr.layout.rank_bytes - plan.referred_by_rank_bytes
     for end in (moves.source, moves.target):
-        carried = np.zeros(len(at), np.int64)
         np.add.at(carried, np.searchsorted(at, end), plan.cells.nbytes[moves.cell])
-        extra += np.minimum(carried, staging_bytes)
-    return extra
+    return extra + np.minimum(carried, staging_bytes)
 
 
 def old_bytes(plan: Plan) -> Ints:
@@ -231,7 +230,7 @@ def require_memory(plan: Plan, topology: Topology, staging_bytes: int) -> None:
 
 
 def require_staging(plan: Plan, staging_bytes: int) -> None:
-    """Check that one element of whatever moves fits the staging, without writing any program.
+    """Check that one element of whatever moves fits a round, half the staging, without writing any program.
 
     Raises:
         Infeasible: if the largest does not.
@@ -242,10 +241,10 @@ def require_staging(plan: Plan, staging_bytes: int) -> None:
     moves = np.zeros(len(cells), np.bool_)
     moves[plan.moves.cell] = True
     largest = int(itemsizes[cells.atoms.joint[moves[cells.atoms.cell]]].max(initial=0))
-    if largest > staging_bytes:
+    if largest > staging_bytes // 2:
         raise Infeasible(
-            f"an element of {largest} bytes has to move, the staging bound is {staging_bytes} bytes; nothing was "
-            "moved. What to do: allow more staging, some MiB"
+            f"an element of {largest} bytes has to move, the staging bound is {staging_bytes} bytes, of which a round "
+            "has half; nothing was moved. What to do: allow more staging, some MiB"
         )
 
 

@@ -69,22 +69,58 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
+class Epoch:
+    """A part of the move that ends with a fence: no device goes on before all have come to its end.
+
+    Whole tensors move in an epoch. So at any time some tensors are where they were, some are where they will be, and
+    those of the epoch under way are still where they were as well.
+
+    Attributes:
+        allocate: new shards that get storage when the epoch begins, in order of need.
+        rounds: the device's own; other devices may have more or fewer in this epoch.
+        release: old shards whose storage is given back after the fence. Empty under the policy ``keep``.
+    """
+
+    allocate: tuple[Shard, ...] = ()
+    rounds: tuple[Round, ...] = ()
+    release: tuple[Shard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """All that one device does.
 
     Attributes:
         device: who runs it.
         refers: shards that stay as they are.
-        allocate: new shards that need storage, in order of need.
-        rounds: the device's own; other programs of the plan may have more or fewer.
+        epochs: as many as in every other program of the plan; one under the policy ``keep``.
         digest: the fingerprint of the plan.
     """
 
     device: int
     refers: tuple[Refer, ...]
-    allocate: tuple[Shard, ...]
-    rounds: tuple[Round, ...]
+    epochs: tuple[Epoch, ...]
     digest: str
+
+    @property
+    def allocate(self) -> tuple[Shard, ...]:
+        """All new shards that need storage."""
+        return tuple(shard for epoch in self.epochs for shard in epoch.allocate)
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """All rounds."""
+        return tuple(step for epoch in self.epochs for step in epoch.rounds)
+
+    @property
+    def work_bytes(self) -> int:
+        """All that the device sends, receives and copies."""
+        return sum(
+            one.piece.nbytes
+            for epoch in self.epochs
+            for step in epoch.rounds
+            for one in (*step.copies, *step.sends, *step.recvs)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; ``from_json`` gives an equal program.
@@ -96,9 +132,16 @@ class Program:
             "device": self.device,
             "digest": self.digest,
             "refers": [table.number(refer.shard) for refer in self.refers],
-            "allocate": [table.number(shard) for shard in self.allocate],
-            "rounds": [
-                [_record(one, table) for one in (*step.copies, *step.sends, *step.recvs)] for step in self.rounds
+            "epochs": [
+                {
+                    "allocate": [table.number(shard) for shard in epoch.allocate],
+                    "rounds": [
+                        [_record(one, table) for one in (*step.copies, *step.sends, *step.recvs)]
+                        for step in epoch.rounds
+                    ],
+                    "release": [table.number(shard) for shard in epoch.release],
+                }
+                for epoch in self.epochs
             ],
             "shards": table.shard_records,
             "tensors": [[t.kind, t.name, list(t.shape), t.dtype, t.itemsize] for t in table.tensors],
@@ -112,25 +155,16 @@ class Program:
         return cls(
             record["device"],
             tuple(Refer(shards[number]) for number in record["refers"]),
-            tuple(shards[number] for number in record["allocate"]),
-            tuple(_round(step, shards) for step in record["rounds"]),
+            tuple(
+                Epoch(
+                    tuple(shards[number] for number in epoch["allocate"]),
+                    tuple(_round(step, shards) for step in epoch["rounds"]),
+                    tuple(shards[number] for number in epoch["release"]),
+                )
+                for epoch in record["epochs"]
+            ),
             record["digest"],
         )
-
-
-def peak_extra_bytes(program: Program) -> int:
-    """Bytes that a device needs on top of its old state, under the policy ``keep``.
-
-    Old shards live until commit, so this is all newly allocated shards at once, plus the largest round's staging:
-    the bytes it sends and receives, each taken to be staged once (strided or packed pieces are; large contiguous
-    ones are not, so this errs upwards). Referred shards cost nothing. Allocator rounding, the transport's own
-    buffers and a framework's padding are not in it.
-    """
-    staging_bytes = (
-        sum(send.piece.nbytes for send in step.sends) + sum(recv.piece.nbytes for recv in step.recvs)
-        for step in program.rounds
-    )
-    return sum(shard.nbytes for shard in program.allocate) + max(staging_bytes, default=0)
 
 
 class _Table:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import assert_never
 
 from ..values import Shard
-from .program import Copy, Forward, Instruction, Program, Recv, Refer, Round, Send, peak_extra_bytes
+from .peak import peak_extra_bytes
+from .program import Copy, Forward, Instruction, Program, Recv, Refer, Round, Send
 
 
 def describe(program: Program) -> Iterator[str]:
-    """A program as lines: a summary, what stays and what is new, then each round and its instructions."""
+    """A program as lines: a summary, what stays, then per epoch what is new, each round, and what is given back."""
     kept_bytes = sum(refer.shard.nbytes for refer in program.refers)
     new_bytes = sum(shard.nbytes for shard in program.allocate)
     yield (
@@ -20,12 +21,21 @@ def describe(program: Program) -> Iterator[str]:
     )
     for refer in program.refers:
         yield f"  {_line(refer)}"
-    for shard in program.allocate:
-        yield f"  allocate {_sized(shard)}"
-    for index, step in enumerate(program.rounds):
-        yield f"round {index}: {_totals(step)}"
-        for instruction in (*step.copies, *step.sends, *step.recvs):
-            yield f"  {_line(instruction)}"
+    index = 0
+    for number, epoch in enumerate(program.epochs):
+        if len(program.epochs) > 1:
+            yield f"epoch {number}"
+        for shard in epoch.allocate:
+            yield f"  allocate {_sized(shard)}"
+        for step in epoch.rounds:
+            yield f"round {index}: {_totals(step)}"
+            for instruction in (*step.copies, *step.sends, *step.recvs):
+                yield f"  {_line(instruction)}"
+            index += 1
+        if epoch.release:
+            yield "fence"
+        for shard in epoch.release:
+            yield f"  release  {_sized(shard)}"
 
 
 def _totals(step: Round) -> str:

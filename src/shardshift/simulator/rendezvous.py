@@ -2,13 +2,15 @@
 
 A *message* is all that one device sends to another in a round. It is complete only when both ends are in the round
 that holds it, and a device goes on only when all messages of its round are complete: the strictest way in which a
-transport may run programs. What is finished under it is finished under every transport.
+transport may run programs. What is finished under it is finished under every transport. Between two epochs is a fence:
+no device begins the next one before all have ended theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ..schedule import Forward, Program, Recv, Send
 from ..values import Mismatch
@@ -37,10 +39,31 @@ class Message:
 
 
 class Rendezvous:
-    """The rounds that devices are in, from before their first to after their last."""
+    """The rounds that devices are in, from before their first to after their last.
+
+    Attributes:
+        epochs: how many epochs the programs have.
+        fences: how many fences have been passed; the epoch under way.
+
+    Raises:
+        Mismatch: if programs have different numbers of epochs.
+    """
 
     def __init__(self, programs: Mapping[int, Program]) -> None:
         self._programs = programs
+        counts = {device: len(program.epochs) for device, program in programs.items()}
+        if len(set(counts.values())) > 1:
+            raise Mismatch(
+                f"programs have different numbers of epochs: {counts} by device; what to do: compile all programs from "
+                "one plan, with one policy"
+            )
+        self.epochs, self.fences = max(counts.values(), default=0), 0
+        # Per device and epoch, one past its last round, as rounds are counted over all epochs.
+        self._ends = {
+            device: list(accumulate(len(epoch.rounds) for epoch in program.epochs))
+            for device, program in programs.items()
+        }
+        self._rounds = {device: program.rounds for device, program in programs.items()}
         self._round = dict.fromkeys(programs, -1)
         self._left = dict.fromkeys(programs, 0)
         self._sent: dict[tuple[int, int], tuple[Send | Forward, ...]] = {}
@@ -51,8 +74,8 @@ class Rendezvous:
         return self._round[device]
 
     def has_more(self, device: int) -> bool:
-        """Whether there is a round after the one that a device is in."""
-        return self._round[device] + 1 < len(self._programs[device].rounds)
+        """Whether there is a round of this epoch after the one that a device is in."""
+        return bool(self._ends[device]) and self._round[device] + 1 < self._ends[device][self.fences]
 
     def is_through(self, device: int) -> bool:
         """Whether every message of the device's round is complete."""
@@ -68,7 +91,7 @@ class Rendezvous:
             Mismatch: if the ends list different pieces.
         """
         self._round[device] += 1
-        step = self._programs[device].rounds[self._round[device]]
+        step = self._rounds[device][self._round[device]]
         sends: dict[tuple[int, int], list[Send | Forward]] = {}
         recvs: dict[tuple[int, int], list[Recv]] = {}
         for send in step.sends:
@@ -86,6 +109,18 @@ class Rendezvous:
         for device in ends:
             self._left[device] -= 1
         return [device for device in ends if not self._left[device]]
+
+    def pass_fence(self) -> bool:
+        """End an epoch that all have finished; whether there is another.
+
+        Raises:
+            Mismatch: if some device waits; see ``check_finished``.
+        """
+        self.check_finished()
+        if self.fences + 1 < self.epochs:
+            self.fences += 1
+            return True
+        return False
 
     def check_finished(self) -> None:
         """Hold it that nobody waits any more.

@@ -10,6 +10,7 @@ The programs are run message by message, without data (``rendezvous``):
 3. Of the messages that may start, the one that can do so first does; of equals, the one that became ready first.
 4. A device goes on to its next round when all messages of its round have arrived. Rounds are its own: nobody waits
    for a device that it has no message with.
+5. At the fence between two epochs all wait for the last. The agreement itself is not timed.
 
 Left out: contention in the fabric, local copies (they run under the wire), and the cost of packing small pieces. So
 the model compares plans and programs; it does not predict a clock. Shared lanes in fair parts were rejected: every
@@ -40,7 +41,7 @@ class Simulation:
         device_s: per device, seconds until its last round has ended.
         busy_s: per lane, such as ``("device out", 3)`` or ``("link in", 0)``, seconds that it carries bytes.
         link_bytes: bytes by (source device, target device).
-        peak_extra_bytes: per device, see ``shardshift.schedule.peak_extra_bytes``.
+        peak_extra_bytes: per device, what it needs beside its old state (``schedule.peak``).
     """
 
     total_s: float
@@ -85,6 +86,19 @@ class _Clock:
         self._count = 0
 
     def run(self) -> Simulation:
+        self._run_epoch()
+        while self._rendezvous.pass_fence():
+            self._last_s = dict.fromkeys(self._programs, max(self._last_s.values()))
+            self._run_epoch()
+        return Simulation(
+            max(self._last_s.values(), default=0.0),
+            self._last_s,
+            dict(self._busy_s),
+            dict(self._link_bytes),
+            {device: peak_extra_bytes(program) for device, program in self._programs.items()},
+        )
+
+    def _run_epoch(self) -> None:
         for device in self._programs:
             self._go_on(device)
         while self._ready:
@@ -97,14 +111,6 @@ class _Clock:
             self._carry(message, lanes, start_s)
             for device in self._rendezvous.complete(message):
                 self._go_on(device)
-        self._rendezvous.check_finished()
-        return Simulation(
-            max(self._last_s.values(), default=0.0),
-            self._last_s,
-            dict(self._busy_s),
-            dict(self._link_bytes),
-            {device: peak_extra_bytes(program) for device, program in self._programs.items()},
-        )
 
     def _carry(self, message: Message, lanes: dict[_Lane, float], start_s: float) -> None:
         size_bytes = message.nbytes
