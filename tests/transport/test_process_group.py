@@ -6,44 +6,50 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.transport.conformance import DEVICES, GRACE_S, LONG_S, SCENARIOS, End, play
+from tests.transport.conformance import FLAT, GRACE_S, IDS, LONG_S, survivors
+from tests.transport.processes import faults_by_scenario
 
-from shardshift.coordination import Control
 from shardshift.elastic import LocalJob, Member
-from shardshift.transport import ProcessGroupTransport, TransportError, byte_view
+from shardshift.transport import Message, ProcessGroupTransport, TransportError
+
+CYCLES, SETTLED = 50, 10
 
 
-def play_all(send: Any) -> None:
-    """Every scenario over a group of its own, in one set of processes."""
-    member = Member.from_launcher(timeout_s=LONG_S)
-    control = Control(member.store, member.device, LONG_S)
-
-    def leave() -> None:
-        os._exit(0)  # as a killed process leaves: nothing is closed in an orderly way
-
-    for name in SCENARIOS:
-        store = dist.PrefixStore(name, member.store)
-        transport = ProcessGroupTransport.gloo(store, member.device, DEVICES, LONG_S)
-
-        def meet(word: str, name: str = name) -> None:
-            control.gather(f"{name}/{word}", range(DEVICES), b"", "test")
-
-        send((name, play(name, End(transport, meet, leave))))
+def gloo(store: dist.Store, device: int) -> ProcessGroupTransport:
+    return ProcessGroupTransport.gloo(store, device, IDS, LONG_S)
 
 
 @pytest.fixture(scope="module")
 def faults() -> dict[str, list[str | None]]:
-    found: dict[str, list[str | None]] = {}
-    with LocalJob(DEVICES, play_all, (), timeout_s=LONG_S, preload=["shardshift.elastic"]) as job:
-        for _, (name, fault) in job.messages():
-            found.setdefault(name, []).append(fault)
-    return found
+    return faults_by_scenario(gloo, FLAT)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", FLAT)
 def test_it_keeps_the_contract_that(name: str, faults: dict[str, list[str | None]]) -> None:
-    ends = DEVICES - 1 if "gone" in name else DEVICES
-    assert faults.get(name) == [None] * ends
+    assert faults.get(name) == [None] * survivors(name)
+
+
+def open_descriptors() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def make_and_close(send: Any) -> None:
+    member = Member.from_launcher(timeout_s=LONG_S)
+    seen = []
+    for cycle in range(CYCLES):
+        store = dist.PrefixStore(str(cycle), member.store)
+        transport = ProcessGroupTransport.gloo(store, member.device, 2, LONG_S)
+        peer, payload = 1 - member.device, torch.ones(1000, dtype=torch.uint8)
+        transport.post([Message.flat(peer, payload)], [Message.flat(peer, payload.clone())]).complete(LONG_S)
+        transport.close()
+        seen.append(open_descriptors())
+    send(seen)
+
+
+def test_closing_gives_descriptors_and_threads_back() -> None:
+    with LocalJob(2, make_and_close, (), timeout_s=LONG_S, preload=["shardshift.elastic"]) as job:
+        for _, seen in job.messages():
+            assert set(seen[SETTLED:]) == {seen[SETTLED]}
 
 
 def test_devices_that_do_not_all_come_are_an_error_within_the_timeout() -> None:
@@ -52,22 +58,22 @@ def test_devices_that_do_not_all_come_are_an_error_within_the_timeout() -> None:
 
 
 def test_a_transport_of_one_device_needs_nobody() -> None:
-    transport = ProcessGroupTransport.gloo(dist.HashStore(), 0, 1, GRACE_S)
-    assert transport.device == 0
-    transport.post([], []).wait(0.0)
+    transport = ProcessGroupTransport.gloo(dist.HashStore(), 5, [5], GRACE_S)
+    assert transport.device == 5
+    transport.post([], []).complete(0.0)
     transport.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.float64])
-def test_a_byte_view_shares_the_memory_of_its_tensor(dtype: torch.dtype) -> None:
-    for shape in ((), (3,), (2, 3)):
-        tensor = torch.zeros(shape, dtype=dtype)
-        view = byte_view(tensor)
-        assert view.data_ptr() == tensor.data_ptr()
-        assert view.shape == (tensor.numel() * tensor.element_size(),)
+def test_an_id_that_is_missing_or_comes_twice_is_refused() -> None:
+    for devices in ([0, 1], [2, 0, 2]):
+        with pytest.raises(ValueError, match="device 2 is due once"):
+            ProcessGroupTransport.gloo(dist.HashStore(), 2, devices, 1.0)
 
 
-def test_a_byte_view_of_one_element_does_not_mind_its_stride() -> None:
-    column = torch.zeros(2, 3)[:1, 1]
-    assert column.stride() == (3,)
-    assert byte_view(column).data_ptr() == column.data_ptr()
+def test_a_message_that_is_not_flat_is_refused_rather_than_sent_wrong() -> None:
+    transport = ProcessGroupTransport.gloo(dist.HashStore(), 0, 1, GRACE_S)
+    strided = torch.zeros(8, dtype=torch.uint8)[::2]
+    for parts in ((), (strided,), (torch.zeros(2),), (strided.contiguous(), strided.contiguous())):
+        with pytest.raises(ValueError, match="not flat"):
+            transport.post([Message(0, parts)], [])
+    transport.close()

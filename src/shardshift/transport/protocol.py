@@ -1,14 +1,15 @@
 """The transport protocol: how one round's bytes get from device to device.
 
-A transport knows nothing of tensors, layouts or plans. It is handed flat, contiguous byte views and the ids
-of peers, and its contract is small enough that one conformance suite (``tests/transport/conformance.py``)
-holds every implementation to it:
+A transport knows nothing of layouts or plans. It is handed bytes and the ids of peers, and its contract is small enough
+that one conformance suite (``tests/transport/conformance.py``) holds every implementation to it:
 
-1. ``post`` starts every message of a round and returns without waiting for any.
-2. Between one sender and one receiver, messages match in the order in which each side lists them; there are
+1. ``post`` starts every message of a round and returns without waiting for any. Several rounds may be under way.
+2. Between one sender and one receiver, messages match in the order in which each side posts and lists them; there are
    no tags, since NCCL has none.
-3. ``Pending.wait`` returns only when every posted byte has landed and every sent buffer may be reused.
-4. A peer that is gone, or a wait longer than allowed, raises ``TransportError``; it never hangs.
+3. ``Pending.complete`` returns only when every posted byte has landed and every sent buffer may be reused. Only that
+   says so: ``wait`` may return before, as ``Work.wait`` does on NCCL, where it orders a stream and no more.
+4. A peer that is gone, or a ``complete`` longer than allowed, raises ``TransportError``; it never hangs.
+5. Both ends of a message say how many bytes it has. How these are cut into parts is each end's own affair.
 """
 
 from __future__ import annotations
@@ -26,22 +27,43 @@ class TransportError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """One buffer to or from one peer.
+    """Bytes to or from one peer.
 
     Attributes:
         peer: device id of the other end.
-        payload: contiguous 1-dim uint8 tensor; sent from or received into.
+        parts: the tensors whose bytes make up the message, one after the other, each in row-major order. A single
+            contiguous 1-dim uint8 tensor, unless the transport ``takes_views`` of this peer; then any number, of any
+            strides and dtypes, none of them lazily conjugated or negated.
     """
 
     peer: int
-    payload: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def flat(cls, peer: int, payload: torch.Tensor) -> Message:
+        """A message that is one contiguous 1-dim uint8 tensor, which every transport takes."""
+        return cls(peer, (payload,))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
 
 
 class Pending(Protocol):
     """Messages under way."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when all messages of the round are complete on this side.
+        """Order what this thread puts on its current stream from now on after the messages.
+
+        Nothing has to have arrived when it returns: see ``complete``.
+
+        Raises:
+            TransportError: if a peer is gone, or ``timeout_s`` passed first.
+        """
+
+    def complete(self, timeout_s: float) -> None:
+        """Return when all messages of the round are complete on this side: landed, or their buffers free for reuse.
 
         Raises:
             TransportError: if a peer is gone, or ``timeout_s`` passed first.
@@ -49,11 +71,14 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Moves byte buffers between devices."""
+    """Moves bytes between devices."""
 
     @property
     def device(self) -> int:
         """This side's device id."""
+
+    def takes_views(self, peer: int) -> bool:
+        """Whether messages from and to this peer may have several parts, strided ones too. Both ends say the same."""
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Start all messages of a round.

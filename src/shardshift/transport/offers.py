@@ -1,0 +1,114 @@
+"""What a sender offers of a message to a process that reads its memory.
+
+To read a run costs half a microsecond however short it is, since the kernel looks up its pages, while torch copies a
+strided view at nearly the speed of memory. So
+
+1. a small message is sent itself;
+2. runs are offered where they lie: whole parts that are contiguous, and long runs of others;
+3. parts of shorter runs are packed, block by block, in bounce buffers, each of which is offered as one run and is free
+   again when that is acknowledged.
+
+Measured on 2 cores: 32 MiB in rows of 512 bytes go at 2.9 GB/s packed, 0.9 as runs; in rows of 4 KiB at 2.2 as runs.
+``process_vm_writev`` into the own process gathers slower than torch packs. Offers are made one by one, as there is room
+on the wire, so a message needs no more memory than the bounce buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, TypeAlias, assert_never
+
+import numpy as np
+import torch
+
+from .probe import IOV_MAX
+from .protocol import Message
+from .views import Table, pack, segments
+
+INLINE_BYTES: Final = 1 << 16
+_INLINE_PARTS: Final = 64
+_OFFER_BYTES: Final = 16 << 20
+_SHORTEST_READ_BYTES: Final = 8192
+_BOUNCE_BYTES: Final = 1 << 19
+_BOUNCES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Runs for the peer to read."""
+
+    rows: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A view to copy into a bounce buffer, element by element."""
+
+    view: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """The bytes of a small message."""
+
+    payload: torch.Tensor
+
+
+Offer: TypeAlias = Read | Pack | Say
+
+
+class Bounces:
+    """The bounce buffers of a transport, 4 MiB in all, made when they are needed first."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+        self._left = _BOUNCES
+
+    def take(self) -> torch.Tensor | None:
+        """A buffer, if one is free."""
+        if not self._free and self._left:
+            self._left -= 1
+            self._free.append(torch.empty(_BOUNCE_BYTES, dtype=torch.uint8))
+        return self._free.pop() if self._free else None
+
+    def give(self, bounce: torch.Tensor) -> None:
+        """A buffer is free again."""
+        self._free.append(bounce)
+
+
+def offers_of(message: Message, nbytes: int) -> Iterator[Offer]:
+    """All offers of a message of so many bytes, in their order."""
+    if nbytes <= INLINE_BYTES and (len(message.parts) <= _INLINE_PARTS or not nbytes):
+        # A copy: a storage that numpy has seen cannot be resized any more, which is how memory is given back.
+        yield Say(pack(message.parts).clone())
+        return
+    for found in segments(message.parts, shortest_bytes=_SHORTEST_READ_BYTES, block_bytes=_BOUNCE_BYTES):
+        if isinstance(found, torch.Tensor):
+            yield Pack(found)
+            continue
+        while found.left_bytes:
+            step = found.reach(_OFFER_BYTES, IOV_MAX)
+            yield Read(found.peek(step))
+            found.advance(step)
+
+
+def prepared(offer: Offer, bounce: torch.Tensor | None) -> Table | None:
+    """The runs that the peer shall read; None if the bytes themselves are sent.
+
+    Args:
+        offer: what is offered.
+        bounce: a free buffer, for what has to be packed.
+    """
+    match offer:
+        case Say():
+            return None
+        case Read():
+            return offer.rows
+        case Pack():
+            assert bounce is not None
+            view = offer.view
+            bounce[: view.nbytes].view(view.dtype).view(view.shape).copy_(view)
+            return np.array([[bounce.data_ptr(), view.nbytes]], dtype=np.int64)
+        case _:
+            assert_never(offer)

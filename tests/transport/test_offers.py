@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardshift.transport import Message, pack
+from shardshift.transport.offers import Bounces, Offer, Pack, Read, Say, offers_of, prepared
+
+
+def rows_of(width: int, rows: int, gap: int) -> torch.Tensor:
+    whole = torch.arange(rows * (width + gap)) * 31 % 256
+    return whole.to(torch.uint8).view(rows, width + gap)[:, :width]
+
+
+def what_the_peer_reads(offer: Offer) -> bytes:
+    bounce = Bounces().take()
+    table = prepared(offer, bounce)
+    if table is None:
+        assert isinstance(offer, Say)
+        return offer.payload.numpy().tobytes()
+    return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in table.tolist())
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        (rows_of(1, 40_000, 0), Say),
+        (rows_of(100, 2000, 1), Pack),
+        (rows_of(8000, 50, 1), Pack),
+        (rows_of(20_000, 50, 1), Read),
+        (rows_of(1 << 20, 3, 0), Read),
+    ],
+)
+def test_how_a_message_is_offered_hangs_on_its_runs(part: torch.Tensor, kind: type) -> None:
+    offers = list(offers_of(Message(1, (part,)), part.nbytes))
+    assert {type(offer) for offer in offers} == {kind}
+    assert b"".join(map(what_the_peer_reads, offers)) == part.contiguous().numpy().tobytes()
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 7, 300, 9000, 70_000]), st.integers(1, 30), st.integers(0, 3))))
+def test_the_offers_of_a_message_hold_its_bytes_in_order(shapes: list[tuple[int, int, int]]) -> None:
+    parts = tuple(rows_of(width, rows, gap) for width, rows, gap in shapes)
+    read = b"".join(
+        what_the_peer_reads(offer) for offer in offers_of(Message(1, parts), sum(part.nbytes for part in parts))
+    )
+    assert read == pack(parts).clone().numpy().tobytes()
+
+
+def test_a_message_of_no_bytes_is_one_offer_whatever_its_parts() -> None:
+    for parts in ((), (torch.zeros(0),) * 1000):
+        (offer,) = offers_of(Message(1, parts), 0)
+        assert what_the_peer_reads(offer) == b""
+
+
+def test_there_are_few_bounce_buffers_and_those_given_back_are_used_again() -> None:
+    bounces, taken = Bounces(), list[torch.Tensor]()
+    while (bounce := bounces.take()) is not None:
+        taken.append(bounce)
+    assert sum(bounce.nbytes for bounce in taken) == 4 << 20
+    bounces.give(taken[0])
+    assert bounces.take() is taken[0]
+    assert bounces.take() is None
