@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .adapters import megatron
     from .elastic import Member, Resize, ResizeReport, ResizeSource, Script, Session, session
+    from .engine import Mover, Resumed, mover_of, names_of, reshard
     from .values import (
         Infeasible,
+        Kind,
+        Layout,
         Mismatch,
         ParallelConfig,
         PeerLost,
+        PlacedLayout,
+        Region,
+        Shard,
         ShardshiftError,
         StateLost,
+        Tensor,
         Topology,
         Unaccounted,
     )
@@ -25,14 +32,21 @@ if TYPE_CHECKING:
 _HOMES = {
     "megatron": "adapters",
     **dict.fromkeys(("Member", "Resize", "ResizeReport", "ResizeSource", "Script", "Session", "session"), "elastic"),
+    **dict.fromkeys(("Mover", "Resumed", "mover_of", "names_of", "reshard"), "engine"),
     **dict.fromkeys(
         (
             "Infeasible",
+            "Kind",
+            "Layout",
             "Mismatch",
             "ParallelConfig",
             "PeerLost",
+            "PlacedLayout",
+            "Region",
+            "Shard",
             "ShardshiftError",
             "StateLost",
+            "Tensor",
             "Topology",
             "Unaccounted",
         ),
@@ -42,20 +56,31 @@ _HOMES = {
 
 __all__ = [
     "Infeasible",
+    "Kind",
+    "Layout",
     "Member",
     "Mismatch",
+    "Mover",
     "ParallelConfig",
     "PeerLost",
+    "PlacedLayout",
+    "Region",
     "Resize",
     "ResizeReport",
     "ResizeSource",
+    "Resumed",
     "Script",
     "Session",
+    "Shard",
     "ShardshiftError",
     "StateLost",
+    "Tensor",
     "Topology",
     "Unaccounted",
     "megatron",
+    "mover_of",
+    "names_of",
+    "reshard",
     "session",
 ]
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tests.unit.strategies import inside
 
-from shardshift.engine import run_program
+from shardshift.engine import Journal, run_program
 from shardshift.plan import Plan, make_plan
 from shardshift.schedule import compile_programs
 from shardshift.simulator import execute
@@ -70,7 +70,11 @@ def run_plan(plan: Plan, held: Held, staging_bytes: int, targets: Held | None = 
 
         try:
             return run_program(
-                programs[device], held.get(device, {}), hub.transport(device), allocate=allocate, timeout_s=TIMEOUT_S
+                Journal(programs[device], held.get(device, {})),
+                hub.transport(device),
+                staging_bytes=staging_bytes,
+                allocate=allocate,
+                timeout_s=TIMEOUT_S,
             )
         except BaseException:
             hub.cut(device)

@@ -10,8 +10,7 @@ from tests.cases.described import Side, live
 from tests.cases.moves import arrive, blank, box, cut, ranks, right, run_plan, tensor, walk
 from tests.unit.strategies import inside
 
-from shardshift.elastic.transition import _compare_copies, _copied
-from shardshift.engine import checksum, run_program
+from shardshift.engine import Copies, Journal, differing, refuse_differing, run_program
 from shardshift.models import Catalogue, Model
 from shardshift.plan import make_plan
 from shardshift.schedule import compile_program
@@ -57,14 +56,13 @@ def test_two_ranks_that_hold_other_bits_under_one_experts_name_are_refused() -> 
             device: {box(of): torch.full((2, 3), value) for of, value in zip(names, (0.0, second), strict=True)}
             for device, second in ((0, 1.0), (1, last))
         }
-        sums = {
-            device: {key: checksum(held[device][shard]) for key, shard in _copied(plan, device)} for device in (0, 1)
-        }
-        if agree:
-            _compare_copies(plan, sums)
-        else:
+        copies = {device: Copies(plan, device) for device in (0, 1)}
+        suspects = differing({device: copies[device].digests(held[device]) for device in (0, 1)})
+        assert bool(suspects) is not agree
+        if suspects:
+            details = {device: copies[device].details(held[device], suspects) for device in (0, 1)}
             with pytest.raises(Mismatch, match=r"param:experts\.1\[.*devices 0 and 1 hold different bits"):
-                _compare_copies(plan, sums)
+                refuse_differing(details)
 
 
 def test_a_buffer_that_changed_since_the_plan_was_made_arrives_as_it_is_now() -> None:
@@ -83,7 +81,8 @@ def test_a_buffer_that_changed_since_the_plan_was_made_arrives_as_it_is_now() ->
         if devices == [0]:
             assert found[box(bias)] is live_now[box(bias)], "what stays is not even copied"
             transport = MemoryHub(1).transport(0)
-            again = run_program(programs[0], live_now, transport, allocate=blank, timeout_s=5)
+            journal = Journal(programs[0], live_now)
+            again = run_program(journal, transport, staging_bytes=64, allocate=blank, timeout_s=5)
             assert again[box(bias)] is live_now[box(bias)]
 
 
@@ -226,7 +225,7 @@ def test_a_scale_is_wherever_a_part_of_its_block_is(shape: tuple[int, int], bloc
         return ranks(*roles)
 
     expected = numbers.float() * scales.repeat_interleave(block)[:numel].reshape(shape)
-    for plan, held in walk(values, *map(flat, (2, 3, 1, 5, 2, 11)), staging_bytes=5):
+    for plan, held in walk(values, *map(flat, (2, 3, 1, 5, 2, 11)), staging_bytes=9):
         found = torch.full(shape, float("nan"))
         for device in plan.curr.devices:
             ((own, own_scales),) = [(s, t) for s, t in held[device].items() if s.tensor == scale]

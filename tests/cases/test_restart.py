@@ -67,9 +67,9 @@ torch.set_num_threads(1)
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 faults = (toy.Fault(1, "move", "exit"),) if attempt == 0 else ()
 adapter = toy.ToyAdapter(rank, lambda message: None, faults)
-moved = lambda event: adapter.at("move")
+moved = lambda event: toy.half_way(adapter, event)
 changes = ss.Script({1: "tp3", 2: "pp2tp1dp1"})
-settings = dict(resizes=changes, timeout_s=4, staging_bytes=200, on_round=moved)
+settings = dict(resizes=changes, timeout_s=4, staging_bytes=200, sink=moved)
 with ss.session(adapter, "pp1tp2dp1", **settings) as session:
     job = session.start()
     while job and job.iteration < 3:

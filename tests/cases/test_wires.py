@@ -1,4 +1,4 @@
-"""Real processes: views, swaps and pieces to oneself over gloo, and what a device that dies midway leaves behind."""
+"""Real processes over gloo: views, swaps, pieces to oneself, peaks of memory, and what a death midway leaves behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from tests.cases.moves import Held, Values, box, cut, ranks, right, tensor
 
 from shardshift.coordination import Control
 from shardshift.elastic import LocalJob, Member
-from shardshift.engine import RoundEvent, run_program
+from shardshift.engine import Journal, Pages, pieces, run_program
+from shardshift.engine.events import Event, RoundEnded
 from shardshift.plan import Plan, make_plan
 from shardshift.schedule import compile_programs
 from shardshift.transport import ProcessGroupTransport, TransportError
-from shardshift.values import Layout, PeerLost, PlacedLayout, Shard
+from shardshift.values import Kind, Layout, PeerLost, PlacedLayout, Shard, Tensor
 
 TIMEOUT_S = 8.0
 Send = Callable[[Any], None]
@@ -121,7 +123,11 @@ def swap_once(plan: Plan, values: Values, transport: ProcessGroupTransport, stag
     strides = {shard: view.stride() for shard, (_, view) in memory.items()}
     program = compile_programs(plan, staging_bytes)[device]
     found = run_program(
-        program, sources[device], transport, allocate=lambda shard: memory[shard][1], timeout_s=TIMEOUT_S
+        Journal(program, sources[device]),
+        transport,
+        staging_bytes=staging_bytes,
+        allocate=lambda shard: memory[shard][1],
+        timeout_s=TIMEOUT_S,
     )
     mine = PlacedLayout(Layout((plan.curr.shards_on(device),), (0,)), (device,))
     assert right({device: found}, mine, values)
@@ -161,8 +167,8 @@ def die_halfway(send: Send, how: str) -> None:
     sources = cut(plan.prev, values)[member.device]
     lasting = {shard: (value, value.data_ptr()) for shard, value in sources.items()}
 
-    def on_round(event: RoundEvent) -> None:
-        if member.device == 2 and event.index == event.rounds // 2:
+    def sink(event: Event) -> None:
+        if member.device == 2 and isinstance(event, RoundEnded) and event.index == event.rounds // 2:
             send("dies")
             os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
@@ -170,7 +176,7 @@ def die_halfway(send: Send, how: str) -> None:
     assert len(program.rounds) > 4
     started_s = time.monotonic()
     try:
-        run_program(program, sources, transport, allocate=fresh, timeout_s=2.0, on_round=on_round)
+        run_program(Journal(program, sources), transport, staging_bytes=16, allocate=fresh, timeout_s=2.0, sink=sink)
     except TransportError:
         mine = PlacedLayout(Layout((plan.prev.shards_on(member.device),), (0,)), (member.device,))
         whole = right({member.device: sources}, mine, values)
@@ -201,3 +207,159 @@ def test_the_death_of_one_of_four_after_half_of_the_pieces_leaves_the_others_wit
     for _, whole, elapsed_s in told.values():
         assert whole
         assert elapsed_s < 2.0 + 5.0
+
+
+def chunked(send: Send) -> None:
+    torch.set_num_threads(1)
+    member = Member.from_launcher(timeout_s=TIMEOUT_S)
+    values = dict(state()) | tensor("long", torch.arange(1000.0).reshape(10, 100))
+    of = [*values]
+    plan = make_plan(
+        PlacedLayout(ranks([box(one) for one in of], []), (0, 1)),
+        ranks([], [box(one) for one in of]),
+        devices=(0, 1),
+        placement=(0, 1),
+    )
+    transport = ProcessGroupTransport.gloo(dist.PrefixStore("move", member.store), member.device, 2, TIMEOUT_S)
+    counts = []
+    for cap_bytes in (64, pieces.MESSAGE_BYTES):
+        pieces.MESSAGE_BYTES = pieces.DIRECT_BYTES = cap_bytes  # type: ignore[misc, attr-defined]
+        program = compile_programs(plan, 1 << 20)[member.device]
+        sources = cut(plan.prev, values).get(member.device, {})
+        sources = {shard: turned(shard.region.shape, live.dtype)[1].copy_(live) for shard, live in sources.items()}
+        found = run_program(
+            Journal(program, sources), transport, staging_bytes=1 << 20, allocate=fresh, timeout_s=TIMEOUT_S
+        )
+        mine = PlacedLayout(Layout((plan.curr.shards_on(member.device),), (0,)), (member.device,))
+        assert right({member.device: found}, mine, values)
+        counts.append(sum(len(pieces.parcels_of(step.sends, transport.takes_views)) for step in program.rounds))
+    Control(member.store, member.device, TIMEOUT_S).gather("done", range(2), b"", "test")
+    transport.close()
+    send(counts)
+
+
+@pytest.mark.timeout(60)
+def test_a_piece_that_exceeds_the_cap_of_a_message_is_sent_in_several_to_the_same_end() -> None:
+    with LocalJob(2, chunked, (), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
+        counts = dict(job.messages())
+    many, few = counts[0]
+    assert many > 60
+    assert few == 1
+
+
+MIB = 1 << 20
+TENSORS, STAGING_BYTES = 64, 4 * MIB
+
+
+def shrink(send: Send) -> None:
+    torch.set_num_threads(1)
+    member = Member.from_launcher(timeout_s=TIMEOUT_S)
+    device = member.device
+    moments = [Tensor(Kind.EXP_AVG, f"m{n}", (4, MIB // 4), "float32", 4) for n in range(TENSORS)]
+    params = [Tensor(Kind.PARAM, f"w{n}", (64, 64), "float32", 4) for n in range(4)]
+    before, after = (
+        ranks(*[[*map(box, params), *(box(of, (4 * r // n, 4 * (r + 1) // n)) for of in moments)] for r in range(n)])
+        for n in (4, 2)
+    )
+    plan = make_plan(PlacedLayout(before, (0, 1, 2, 3)), after, devices=range(4))
+    program = compile_programs(plan, STAGING_BYTES, policy="release")[device]
+    sources = {shard: torch.full(shard.region.shape, float(device)) for shard in plan.prev.shards_on(device)}
+    lasting = {shard: live.data_ptr() for shard, live in sources.items() if shard.tensor.kind is Kind.PARAM}
+    transport = ProcessGroupTransport.gloo(dist.PrefixStore("move", member.store), device, 4, TIMEOUT_S)
+    control, pages = Control(member.store, device, TIMEOUT_S), Pages()
+    control.gather("ready", range(4), b"", "test")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory counts from here
+    resident_bytes = in_status("VmRSS")
+    journal = Journal(program, sources)
+    del sources
+
+    def fence(epoch: int) -> None:
+        control.gather(f"fence/{epoch}", range(4), b"", "test")
+
+    found = run_program(
+        journal,
+        transport,
+        staging_bytes=STAGING_BYTES,
+        allocate=pages.of_shard,
+        pages=pages,
+        timeout_s=TIMEOUT_S,
+        fence=fence,
+    )
+    now_bytes, then_bytes = (
+        sum(shard.nbytes for shard in placed.shards_on(device)) for placed in (plan.curr, plan.prev)
+    )
+    grown_bytes = max(now_bytes - then_bytes, 0)
+    rows_right = all(
+        live[row].eq(shard.region.offsets[0] + row).all()
+        for shard, live in found.items()
+        if shard.tensor.kind is Kind.EXP_AVG
+        for row in range(len(live))
+    )
+    kept = all(found[shard].data_ptr() == at for shard, at in lasting.items()) if found else True
+    send((in_status("VmHWM") - resident_bytes - grown_bytes, rows_right and kept, len(program.epochs)))
+    control.gather("done", range(4), b"", "test")
+    transport.close()
+
+
+def in_status(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status[status.index(name) :].split()[1]) * 1024
+
+
+@pytest.mark.timeout(60)
+def test_under_release_resident_memory_peaks_at_no_more_than_staging_and_a_piece_over_the_larger_state() -> None:
+    with LocalJob(4, shrink, (), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
+        told = dict(job.messages())
+    assert len(told) == 4
+    for extra_bytes, fine, epochs in told.values():
+        assert fine
+        assert epochs > 1
+        assert extra_bytes <= STAGING_BYTES + 2 * MIB + 10 * MIB  # the last for gloo, threads and Python
+
+
+def die_in_a_child_group(send: Send) -> None:
+    torch.set_num_threads(1)
+    member = Member.from_launcher(timeout_s=TIMEOUT_S)
+    device = member.device
+    values, plan = halves_and_quarters()
+    whole = ProcessGroupTransport.gloo(dist.PrefixStore("all", member.store), device, 3, TIMEOUT_S)
+    if device == 2:  # it has no part in the child group, and is told of no failure
+        send(("beside", True, 0.0))
+        whole.close()
+        return
+    child = ProcessGroupTransport.gloo(dist.PrefixStore("child", member.store), device, 2, TIMEOUT_S)
+    values = tensor("w", torch.arange(64.0).reshape(8, 8))
+    (of,) = values
+    rows, columns = ([box(of, (0, 4)), box(of, (4, 8))], [box(of, (0, 8), (0, 4)), box(of, (0, 8), (4, 8))])
+    placed = PlacedLayout(ranks(*[[one] for one in rows]), (0, 1))
+    plan = make_plan(placed, ranks(*[[one] for one in columns]), devices=(0, 1), placement=(0, 1))
+    program, sources = compile_programs(plan, 16)[device], cut(plan.prev, values)[device]
+
+    def sink(event: Event) -> None:
+        if device == 1 and isinstance(event, RoundEnded) and event.index == event.rounds // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    started_s = time.monotonic()
+    journal = Journal(program, sources)
+    try:
+        run_program(journal, child, staging_bytes=16, allocate=fresh, timeout_s=2.0, sink=sink)
+    except TransportError:
+        mine = PlacedLayout(Layout((plan.prev.shards_on(device),), (0,)), (device,))
+        send(("survived", right({device: journal.held()}, mine, values), time.monotonic() - started_s))
+    finally:
+        child.close()
+        whole.close()
+
+
+@pytest.mark.timeout(60)
+def test_whoever_moves_in_a_child_group_leaves_it_in_time_when_its_only_peer_is_killed() -> None:
+    told: dict[int, tuple[str, bool, float]] = {}
+    with LocalJob(3, die_in_a_child_group, (), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
+        try:
+            for device, message in job.messages():
+                told[device] = message
+        except PeerLost:
+            pass
+    assert told.keys() == {0, 2}
+    assert told[0][:2] == ("survived", True)
+    assert told[0][2] < 2.0 + 5.0

@@ -15,9 +15,10 @@ from tests.unit.strategies import Move, growths, inside, moves
 
 from shardshift.coordination import Control
 from shardshift.elastic import LocalJob, Member
-from shardshift.engine import DIRECT_BYTES, RoundEvent, available_bytes, run, run_program
+from shardshift.engine import Journal, available_bytes, pieces, run_program
+from shardshift.engine.events import Event, FencePassed, RoundEnded, Sink, nowhere
 from shardshift.plan import Plan, make_plan
-from shardshift.schedule import Program, compile_programs
+from shardshift.schedule import DIRECT_BYTES, Program, compile_programs
 from shardshift.transport import (
     MemoryHub,
     Message,
@@ -82,14 +83,15 @@ class Device:
     """What one device holds before a move, what it was given memory for, and the bytes of both storages."""
 
     program: Program
+    staging_bytes: int
     sources: dict[Shard, torch.Tensor] = field(default_factory=dict)
     targets: dict[Shard, torch.Tensor] = field(default_factory=dict)
     source_storages: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     target_storages: dict[Shard, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: Plan, program: Program, style: Callable[[Shard], str]) -> Device:
-        device = cls(program)
+    def of(cls, plan: Plan, program: Program, staging_bytes: int, style: Callable[[Shard], str]) -> Device:
+        device = cls(program, staging_bytes)
         for shard in plan.prev.shards_on(program.device):
             storage, tensor = held_as(style(shard), shard.region.shape, dtype_of(shard.tensor))
             tensor.copy_(whole_value(shard.tensor)[inside(shard.region)])
@@ -100,17 +102,21 @@ class Device:
             device.targets[shard], device.target_storages[shard] = tensor, storage
         return device
 
-    def run(self, transport: Transport, on_round: Callable[[RoundEvent], None] = lambda event: None) -> None:
+    def run(self, transport: Transport, sink: Sink = nowhere, verify: bool = False) -> None:
         strides = {shard: tensor.stride() for shard, tensor in self.targets.items()}
-        found = run_program(
-            self.program,
-            self.sources,
+        found = self.moved(transport, sink, verify)
+        self.check(found, strides)
+
+    def moved(self, transport: Transport, sink: Sink = nowhere, verify: bool = False) -> dict[Shard, torch.Tensor]:
+        return run_program(
+            Journal(self.program, self.sources),
             transport,
+            staging_bytes=self.staging_bytes,
             allocate=self.targets.__getitem__,
             timeout_s=TIMEOUT_S,
-            on_round=on_round,
+            verify=verify,
+            sink=sink,
         )
-        self.check(found, strides)
 
     def check(self, found: Mapping[Shard, torch.Tensor], strides: Mapping[Shard, tuple[int, ...]]) -> None:
         referred = {refer.shard for refer in self.program.refers}
@@ -167,17 +173,20 @@ def in_threads(work: Sequence[Callable[[], None]]) -> None:
             done.result(timeout=60)
 
 
-def over_memory(devices: Sequence[Device]) -> None:
-    hub = MemoryHub(1 + max(device.program.device for device in devices))
+def over_memory(
+    devices: Sequence[Device], *, views: bool = False, deferred: bool = False, verify: bool = False
+) -> None:
+    hub = MemoryHub(1 + max(device.program.device for device in devices), views=views, deferred=deferred)
 
     def body(device: Device) -> None:
         try:
-            device.run(hub.transport(device.program.device))
+            device.run(hub.transport(device.program.device), verify=verify)
         except BaseException:
             hub.cut(device.program.device)  # so that the others fail at once, too
             raise
 
     in_threads([lambda d=device: body(d) for device in devices])  # type: ignore[misc]
+    assert hub.violations == [], "a source was written or let go before its round was complete"
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -186,14 +195,18 @@ def over_memory(devices: Sequence[Device]) -> None:
     st.lists(st.sampled_from(DTYPES), min_size=1, max_size=8),
     st.integers(0, 3),
     st.sampled_from([16, 64, 4096]),
+    st.sampled_from([(1 << 20, 1 << 20), (1, 24), (16, 16)]),
+    st.fixed_dictionaries({"views": st.booleans(), "deferred": st.booleans(), "verify": st.booleans()}),
 )
 def test_every_element_arrives_in_any_dtype_from_and_into_tensors_of_any_strides(
-    move: Move, dtypes: list[str], shift: int, staging_bytes: int
+    move: Move, dtypes: list[str], shift: int, staging_bytes: int, cuts: tuple[int, int], how: dict[str, bool]
 ) -> None:
     plan = planned(retyped(move, dtypes))
-    over_memory(
-        [Device.of(plan, program, style_of(shift)) for program in compile_programs(plan, staging_bytes).values()]
-    )
+    programs = compile_programs(plan, staging_bytes).values()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "DIRECT_BYTES", cuts[0])
+        patch.setattr(pieces, "MESSAGE_BYTES", cuts[1])
+        over_memory([Device.of(plan, program, staging_bytes, style_of(shift)) for program in programs], **how)
 
 
 def two_devices(prev: Sequence[Sequence[Shard]], curr: Sequence[Sequence[Shard]], staging_bytes: int) -> list[Device]:
@@ -201,7 +214,8 @@ def two_devices(prev: Sequence[Sequence[Shard]], curr: Sequence[Sequence[Shard]]
     before = Layout((tuple(prev[0]), tuple(prev[1])), (0, 1))
     after = Layout((tuple(curr[0]), tuple(curr[1])), (0, 1))
     plan = make_plan(PlacedLayout(before, (0, 1)), after, devices=(0, 1), placement=(0, 1))
-    return [Device.of(plan, program, style_of(0)) for program in compile_programs(plan, staging_bytes).values()]
+    programs = compile_programs(plan, staging_bytes).values()
+    return [Device.of(plan, program, staging_bytes, style_of(0)) for program in programs]
 
 
 def rows(tensor: Tensor, start: int, stop: int) -> Shard:
@@ -216,12 +230,13 @@ WEIGHT = Tensor(Kind.PARAM, "weight", (8, 6), "float32", 4)
 OTHER = Tensor(Kind.EXP_AVG, "weight", (8, 6), "bfloat16", 2)
 
 
-@pytest.mark.parametrize("direct_bytes", [1, 24, DIRECT_BYTES])
-@pytest.mark.parametrize("staging_bytes", [4, 24, 100, 1 << 20])
+@pytest.mark.parametrize(("direct_bytes", "message_bytes"), [(1, 8), (24, 20), (24, 1 << 20), (DIRECT_BYTES, 30)])
+@pytest.mark.parametrize("staging_bytes", [8, 24, 100, 1 << 20])
 def test_the_result_does_not_depend_on_how_pieces_are_cut_or_packed(
-    direct_bytes: int, staging_bytes: int, monkeypatch: pytest.MonkeyPatch
+    direct_bytes: int, message_bytes: int, staging_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "DIRECT_BYTES", direct_bytes)
+    monkeypatch.setattr(pieces, "DIRECT_BYTES", direct_bytes)
+    monkeypatch.setattr(pieces, "MESSAGE_BYTES", message_bytes)
     over_memory(
         two_devices(
             [[rows(WEIGHT, 0, 5), columns(OTHER, 0, 2)], [rows(WEIGHT, 5, 8), columns(OTHER, 2, 6)]],
@@ -271,22 +286,32 @@ def test_empty_shards_and_a_device_without_work_take_part() -> None:
     over_memory(devices)
 
 
-def test_a_lazily_conjugated_or_negated_source_is_sent_as_what_it_stands_for() -> None:
+@pytest.mark.parametrize("views", [False, True])
+def test_a_lazily_conjugated_or_negated_source_is_sent_as_what_it_stands_for(views: bool) -> None:
     signal = Tensor(Kind.BUFFER, "signal", (4, 2), "complex64", 8)
     shard = rows(signal, 0, 4)
     devices = two_devices([[shard], []], [[], [shard]], 1 << 20)
     value = torch.complex(torch.arange(8.0).reshape(4, 2), torch.ones(4, 2))
     devices[0].sources[shard] = value.conj()
-    hub = MemoryHub(2)
+    hub = MemoryHub(2, views=views)
     results: list[dict[Shard, torch.Tensor]] = []
 
     def body(device: Device) -> None:
-        transport = hub.transport(device.program.device)
-        allocate = device.targets.__getitem__
-        results.append(run_program(device.program, device.sources, transport, allocate=allocate, timeout_s=TIMEOUT_S))
+        results.append(device.moved(hub.transport(device.program.device), verify=True))
 
     in_threads([lambda d=device: body(d) for device in devices])  # type: ignore[misc]
     assert next(torch.equal(result[shard], value.conj()) for result in results if result)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_lazily_conjugated_target_stands_for_what_arrives(views: bool) -> None:
+    signal, other = Tensor(Kind.BUFFER, "signal", (4, 2), "complex64", 8), Tensor(Kind.BUFFER, "b", (4, 2), "int8", 1)
+    shards = [rows(signal, 0, 4), rows(other, 0, 4)]
+    devices = two_devices([shards, []], [[], shards], 1 << 20)
+    devices[1].targets[shards[0]] = torch.zeros(4, 2, dtype=torch.complex64).conj()
+    hub = MemoryHub(2, views=views)
+    in_threads([lambda d=d: d.moved(hub.transport(d.program.device)) and None for d in devices])  # type: ignore[misc]
+    assert same_bytes(devices[1].targets[shards[0]].resolve_conj(), whole_value(signal))
 
 
 def test_parameters_that_require_gradients_are_moved_without_a_graph() -> None:
@@ -298,13 +323,7 @@ def test_parameters_that_require_gradients_are_moved_without_a_graph() -> None:
     hub = MemoryHub(2)
 
     def body(device: Device) -> None:
-        found = run_program(
-            device.program,
-            device.sources,
-            hub.transport(device.program.device),
-            allocate=device.targets.__getitem__,
-            timeout_s=TIMEOUT_S,
-        )
+        found = device.moved(hub.transport(device.program.device))
         assert all(tensor.grad_fn is None and same_bytes(tensor.data, whole_value(WEIGHT)) for tensor in found.values())
 
     in_threads([lambda d=device: body(d) for device in devices])  # type: ignore[misc]
@@ -314,16 +333,21 @@ def test_events_tell_of_every_round_and_every_byte() -> None:
     devices = two_devices(
         [[rows(WEIGHT, 0, 4)], [rows(WEIGHT, 4, 8)]], [[columns(WEIGHT, 0, 3)], [columns(WEIGHT, 3, 6)]], 24
     )
-    hub, events = MemoryHub(2), [list[RoundEvent](), list[RoundEvent]()]
+    hub, events = MemoryHub(2), [list[Event](), list[Event]()]
     in_threads(
         [lambda d=d: d.run(hub.transport(d.program.device), events[d.program.device].append) for d in devices]  # type: ignore[misc]
     )
     for device, told in zip(devices, events, strict=True):
-        assert [event.index for event in told] == list(range(len(device.program.rounds)))
-        assert all(event.rounds == len(told) and event.elapsed_s >= 0 for event in told)
-        assert sum(event.sent_bytes for event in told) == sum(event.received_bytes for event in told) == 4 * 3 * 4
-        assert sum(event.copied_bytes for event in told) == 4 * 3 * 4
-        assert max(event.sent_bytes for event in told) <= 24
+        rounds = [event for event in told if isinstance(event, RoundEnded)]
+        fences = [event for event in told if isinstance(event, FencePassed)]
+        assert [event.index for event in rounds] == list(range(len(device.program.rounds)))
+        assert all(event.rounds == len(rounds) and event.ended_s >= event.began_s for event in rounds)
+        assert sum(event.sent_bytes for event in rounds) == sum(event.received_bytes for event in rounds) == 4 * 3 * 4
+        assert {link.peer for event in rounds for link in event.links} == {1 - device.program.device}
+        assert sum(event.copied_bytes for event in rounds) == 4 * 3 * 4
+        assert max(event.sent_bytes + event.received_bytes for event in rounds) <= 12
+        assert [(event.epoch, event.epochs, event.released_bytes) for event in fences] == [(0, 1, 0)]
+        assert told[-1] == fences[0]
 
 
 class Unreachable:
@@ -331,12 +355,18 @@ class Unreachable:
 
     device = 0
 
+    def takes_views(self, peer: int) -> bool:
+        return False
+
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         if sends or recvs:
             raise AssertionError("something was posted")
         return self
 
     def wait(self, timeout_s: float) -> None:
+        pass
+
+    def complete(self, timeout_s: float) -> None:
         pass
 
     def close(self) -> None:
@@ -363,9 +393,7 @@ def test_a_tensor_that_is_not_what_its_shard_says_is_refused_before_anything_is_
         shard, tensors = second, device.targets
     tensors[shard] = wrong
     with pytest.raises(Mismatch, match=what) as caught:
-        run_program(
-            device.program, device.sources, Unreachable(), allocate=device.targets.__getitem__, timeout_s=TIMEOUT_S
-        )
+        device.moved(Unreachable())
     assert "param:weight" in str(caught.value)
 
 
@@ -373,7 +401,53 @@ def test_a_referred_shard_is_checked_like_any_other() -> None:
     keeps = rows(WEIGHT, 0, 4)
     device = two_devices([[keeps], [rows(WEIGHT, 4, 8)]], [[keeps], [rows(WEIGHT, 4, 8)]], 64)[0]
     with pytest.raises(Mismatch, match="no tensor was given"):
-        run_program(device.program, {}, Unreachable(), allocate=device.targets.__getitem__, timeout_s=TIMEOUT_S)
+        Device(device.program, 64).moved(Unreachable())
+
+
+def test_while_one_round_is_on_the_wire_the_next_is_posted_and_no_third() -> None:
+    """The receiver's first message is held on its way: the sender gets two rounds ahead of nobody."""
+    shard = rows(WEIGHT, 0, 8)
+    devices = two_devices([[shard], []], [[], [shard]], 96)
+    assert [len(device.program.rounds) for device in devices] == [8, 8]
+    hub = MemoryHub(2, deferred=True)
+    hub.hold(0, 1)
+    posts: list[tuple[int, int]] = []
+
+    class Counted:
+        def __init__(self, device: int) -> None:
+            self._own, self.device = hub.transport(device), device
+
+        def takes_views(self, peer: int) -> bool:
+            return False
+
+        def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+            pending = self._own.post(sends, recvs)
+            posts.append((self.device, len(sends) + len(recvs)))
+            if sorted(posts) == [(0, 1), (0, 1), (1, 1), (1, 1)]:
+                two_each.set()
+            return pending
+
+        def close(self) -> None:
+            self._own.close()
+
+    two_each = threading.Event()
+
+    def let_go() -> None:
+        assert two_each.wait(TIMEOUT_S)
+        assert len(posts) == 4
+        hub.release(0, 1)
+
+    in_threads([let_go, *(lambda d=d: d.run(Counted(d.program.device)) for d in devices)])
+    assert len(posts) == 16
+
+
+def test_rounds_that_were_compiled_for_more_staging_are_refused_and_nothing_is_sent() -> None:
+    device = two_devices([[rows(WEIGHT, 0, 8)], []], [[], [rows(WEIGHT, 0, 8)]], 1 << 20)[0]
+    device.sources = {shard: tensor.clone() for shard, tensor in device.sources.items()}
+    device.staging_bytes = 100
+    device.sources[rows(WEIGHT, 0, 8)] = device.sources[rows(WEIGHT, 0, 8)].t().contiguous().t()
+    with pytest.raises(Mismatch, match=r"stages 192 bytes, half of the staging is 50"):
+        device.moved(Unreachable())
 
 
 def test_a_peer_that_dies_midway_leaves_every_source_as_it_was() -> None:
@@ -385,8 +459,8 @@ def test_a_peer_that_dies_midway_leaves_every_source_as_it_was() -> None:
     assert len(devices[1].program.rounds) > 4
     hub, raised = MemoryHub(2), threading.Event()
 
-    def die(event: RoundEvent) -> None:
-        if event.index == event.rounds // 2:
+    def die(event: Event) -> None:
+        if isinstance(event, RoundEnded) and event.index == event.rounds // 2:
             hub.cut(1)
             raise InterruptedError
 
@@ -415,10 +489,11 @@ def move_over_gloo(send: Any, plans: list[tuple[Plan, int]], devices: int) -> No
     store = dist.PrefixStore("move", member.store)
     transport = ProcessGroupTransport.gloo(store, member.device, devices, TIMEOUT_S)
     for number, (plan, staging_bytes) in enumerate(plans):
-        run.DIRECT_BYTES = (1, 64, 1 << 20)[number % 3]  # type: ignore[misc]  # all ranks alike
+        pieces.DIRECT_BYTES = (1, 64, 1 << 20)[number % 3]  # type: ignore[attr-defined]  # all ranks alike
+        pieces.MESSAGE_BYTES = (24, 40, 2 << 20)[number % 3] if staging_bytes < 100 else 1 << 16  # type: ignore[misc]
         if member.device in plan.devices:
             program = compile_programs(plan, staging_bytes)[member.device]
-            Device.of(plan, program, style_of(number)).run(transport)
+            Device.of(plan, program, staging_bytes, style_of(number)).run(transport, verify=number % 2 == 0)
     # A transport that closes would end a peer's last round.
     Control(member.store, member.device, TIMEOUT_S).gather("done", range(devices), b"", "test")
     transport.close()
@@ -430,7 +505,7 @@ def random_moves() -> list[Move]:
     """Moves of up to four ranks on up to four devices."""
     found: list[Move] = []
 
-    @settings(max_examples=40, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=24, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(
         st.one_of(moves(most_ranks=4), growths(most_ranks=4)), st.lists(st.sampled_from(DTYPES), min_size=3, max_size=8)
     )
@@ -449,7 +524,7 @@ def test_every_element_arrives_over_processes_too(random_moves: list[Move]) -> N
     thirds = Layout(tuple((rows(big, i, i + 1),) for i in range(3)), (0, 1, 2))
     large = Move(PlacedLayout(halves, (2, 0)), thirds, (0, 1, 2, 3))
     plans = [(planned(move), (16, 64, 1 << 20)[number % 3]) for number, move in enumerate(random_moves)]
-    plans += [(planned(large), 4 << 20), (planned(large), 100_000)]
+    plans += [(planned(large), 4 << 20), (planned(large), 1 << 20)]
     whole = (rows(big, 0, 3),)
     chain = planned(Move(PlacedLayout(Layout((whole,), (0,)), (2,)), Layout((whole,), (0,) * 4), (0, 1, 2, 3)))
     assert chain.moves.hop.max() == 3

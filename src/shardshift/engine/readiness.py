@@ -1,0 +1,113 @@
+"""Readiness: what each device says before anything moves, and what all conclude from it alike.
+
+Conclusions are functions of the records of all devices and of nothing else, so every device comes to the same one, or
+raises the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal, TypeAlias
+
+from ..plan import Plan
+from ..values import Infeasible, Mismatch, Tensor
+from .named import names_of
+
+Policy: TypeAlias = Literal["auto", "keep", "release"]
+POLICIES: Final = ("auto", "keep", "release")
+
+_ALIKE: Final = {
+    "digest": "plan",
+    "generation": "generation of the state",
+    "policy": "policy",
+    "may_release": "may_release",
+    "verify": "verify",
+    "compare_copies": "compare_copies",
+    "staging_bytes": "staging_bytes",
+}
+"""What must be the same on all devices, and what it is called."""
+
+Records = Mapping[int, Mapping[str, Any]]
+"""Per device what it says of itself."""
+
+
+def check_alike(records: Records) -> None:
+    """Hold it that all devices are about to do the same.
+
+    Raises:
+        Mismatch: naming two devices and what they differ in.
+    """
+    (first, expected), *others = sorted(records.items())
+    for key, what in _ALIKE.items():
+        for device, record in others:
+            if record[key] != expected[key]:
+                raise Mismatch(
+                    f"{what}: device {device} has {record[key]}, device {first} has {expected[key]}; nothing was "
+                    "moved. What to do: call move with the same layouts and options on every device, as often"
+                )
+
+
+def choose_policy(records: Records) -> Literal["keep", "release"]:
+    """``keep`` or ``release``, by what was asked for and by what fits.
+
+    Raises:
+        Infeasible: under ``auto``, if old and new state do not fit together, and giving back was not allowed.
+    """
+    first = next(iter(records.values()))
+    policy: Policy = first["policy"]
+    if policy != "auto":
+        return policy
+    short = {
+        device: record for device, record in sorted(records.items()) if record["peak_bytes"] > record["free_bytes"]
+    }
+    if not short:
+        return "keep"
+    if first["may_release"]:
+        return "release"
+    device, record = max(short.items(), key=lambda one: one[1]["peak_bytes"] - one[1]["free_bytes"])
+    raise Infeasible(
+        f"device {device} needs {record['peak_bytes']:,} bytes beside its old state, {record['free_bytes']:,} are free "
+        f"({len(short)} devices lack memory); nothing was moved. What to do: allow release (may_release=True), which "
+        "gives old memory back as it goes, free memory, or go in two steps (more devices first)"
+    )
+
+
+def shared_storages(plan: Plan, records: Records) -> tuple[tuple[Tensor, ...], ...]:
+    """Groups of tensors that share memory on some device, as the schedule wants them."""
+    tensors = plan.prev.layout.tensors
+    groups = {tuple(group) for record in records.values() for group in record["storages"]}
+    return tuple(tuple(tensors[index] for index in group) for group in sorted(groups))
+
+
+def ties(plan: Plan, records: Records) -> tuple[tuple[str, ...], ...]:
+    """Names that stand for one tensor, by groups: what is one on a device that has both must stay one.
+
+    Raises:
+        Mismatch: if a device holds two of a group as tensors of their own, or the new layout cuts them differently.
+    """
+    groups = _joined(tuple(group) for _, record in sorted(records.items()) for group in record["ties"])
+    for group in groups:
+        for device, record in sorted(records.items()):
+            held = names_of(plan.prev.shards_on(device)).keys() & set(group)
+            if len(held) > 1 and not any(held <= set(own) for own in record["ties"]):
+                raise Mismatch(
+                    f"device {device} holds {', '.join(sorted(held))} as tensors of their own, another device as one; "
+                    "nothing was moved. What to do: tie them on all devices, or on none"
+                )
+        for device in plan.curr.devices:
+            shards = names_of(plan.curr.shards_on(device))
+            if len({shards[name].region for name in group if name in shards}) > 1:
+                raise Mismatch(
+                    f"{', '.join(group)} are one tensor, but the new layout gives device {device} different regions of "
+                    "them; nothing was moved. What to do: cut tied tensors alike"
+                )
+    return groups
+
+
+def _joined(groups: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Groups that have a member in common, as one."""
+    joined: list[set[str]] = []
+    for group in groups:
+        touching = [other for other in joined if not other.isdisjoint(group)]
+        joined = [other for other in joined if other not in touching] + [set(group).union(*touching)]
+    return tuple(sorted(tuple(sorted(group)) for group in joined))
