@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from tests.elastic.toy import Unpicklable
 
-from shardshift.elastic.proposal import Proposal, refusal
+from shardshift.coordination import refusal
+from shardshift.elastic.proposal import Proposal
 from shardshift.values import Infeasible, ParallelConfig, ShardshiftError, Unaccounted
 
 PROPOSAL = Proposal(

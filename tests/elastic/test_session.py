@@ -69,7 +69,7 @@ TIMEOUT_S = 3.0
 LOSSES = [
     *(("kill", phase) for phase in ("train", "step", "plan", "agree", "move", "commit", "rebuild")),
     *(("stop", phase) for phase in ("train", "plan", "agree", "move", "commit", "rebuild")),
-    *(("raise", phase) for phase in ("train", "step", "move", "commit", "retire", "rebuild")),  # before: a refusal
+    *(("raise", phase) for phase in ("train", "step", "allocate", "commit", "retire", "rebuild")),  # before: a refusal
 ]
 
 

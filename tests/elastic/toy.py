@@ -27,6 +27,7 @@ from shardshift.coordination import Control
 from shardshift.elastic import LocalJob, Member, Script, session
 from shardshift.elastic.session import Session
 from shardshift.elastic.transition import Transition
+from shardshift.engine.events import Event, RoundEnded
 from shardshift.values import (
     Infeasible,
     Kind,
@@ -270,6 +271,12 @@ def train(send: Callable[[Any], None], recipe: Recipe) -> None:
     send(("end", adapter.built, adapter.retired, len(elastic.reports)))
 
 
+def half_way(adapter: ToyAdapter, event: Event) -> None:
+    """Let a fault strike in the middle of a move."""
+    if isinstance(event, RoundEnded) and event.index == event.rounds // 2:
+        adapter.at("move")
+
+
 def open_session(adapter: ToyAdapter, member: Member, recipe: Recipe) -> Session[ToyJob]:
     return session(
         adapter,
@@ -279,7 +286,7 @@ def open_session(adapter: ToyAdapter, member: Member, recipe: Recipe) -> Session
         policy=recipe.policy,
         timeout_s=recipe.timeout_s,
         staging_bytes=200,
-        on_round=lambda event: adapter.at("move") if event.index == event.rounds // 2 else None,
+        sink=lambda event: half_way(adapter, event),
     )
 
 

@@ -74,7 +74,7 @@ class Change(Protocol[J]):
         """
 
     def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
-        """Memory for a shard of a rank of ``curr``, zero, padding around it included; a view of the region's shape."""
+        """Memory for a shard of a rank of ``curr``: a view of the region's shape, padding around it zero."""
 
     def accept(self, rank: int, companions: Mapping[str, bytes]) -> Any:
         """Read the job's companions as a rank of ``curr`` will need them; the last look before the commit.

@@ -8,11 +8,10 @@ pairing is decided once; everything after it is deterministic.)
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
-from ..coordination import to_record
-from ..values import ParallelConfig, ShardshiftError
+from ..coordination import opened, to_record
+from ..values import ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,7 @@ class Proposal:
         Raises:
             ShardshiftError: the error that the record holds instead, as the lead met it.
         """
-        record = json.loads(wire)
-        if "refused" in record:
-            raise ShardshiftError.from_wire(record["refused"])
+        record = opened(wire)
         return cls(
             ParallelConfig.parse(record["prev"]),
             ParallelConfig.parse(record["curr"]),
@@ -77,10 +74,3 @@ class Proposal:
             record["moments"],
             record["digest"],
         )
-
-
-def refusal(error: BaseException) -> bytes:
-    """A record that carries an error instead; an error that is not ours travels as its text."""
-    if not isinstance(error, ShardshiftError):
-        error = ShardshiftError(f"{type(error).__name__}: {error}")
-    return to_record(refused=error.to_wire())

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from ..adapters import Adapter, Place
 from ..adapters.protocol import J
 from ..coordination import Control, Watch
-from ..engine import RoundEvent
-from ..transport import ProcessGroupTransport, Transport
+from ..engine.events import Notice, Sink, guarded, nowhere, phase
+from ..transport import Transport, connect
 from ..values import Infeasible, Mismatch, ParallelConfig, PeerLost, ShardshiftError
 from .member import Member
 from .proposal import Proposal
@@ -76,8 +76,13 @@ class Session(Generic[J]):
         try:
             with self._watch.peers():
                 self._watch.start()
-                self._transport = ProcessGroupTransport.gloo(
-                    store, self._member.device, self._member.topology.devices, self._settings.timeout_s
+                self._transport = connect(
+                    store,
+                    self._member.device,
+                    self._member.topology.devices,
+                    self._settings.timeout_s,
+                    kind=self._settings.transport,
+                    say=self._say,
                 )
         except BaseException:
             self._close(graceful=False)  # Python calls __exit__ only after a successful __enter__
@@ -235,6 +240,8 @@ class Session(Generic[J]):
                     proposal = transition.proposal(self._lead)
                     concerned = self._member.device in proposal.participants
                     derived = transition.derive(proposal) if concerned else None
+                    if isinstance(derived, Derived):
+                        transition.make_room(derived)
                     if not self._comes(transition.key("due")):
                         return None
                     if not transition.holds(self._lead):
@@ -268,7 +275,7 @@ class Session(Generic[J]):
             companions = transition.agree(job, proposal, derived)
         assert not isinstance(derived, Exception)  # agree has raised it
         assert self._transport is not None
-        with self._timed(phases, "move"), self._alone():
+        with self._timed(phases, "move", derived.program.work_bytes), self._alone():
             tensors = transition.move(job, derived, self._transport)
         with self._timed(phases, "commit"), self._alone(unless=ShardshiftError):  # which commit raises on all alike
             accepted = transition.commit(proposal, derived, companions)
@@ -320,9 +327,13 @@ class Session(Generic[J]):
         return Place(store, self._config, rank, self._settings.timeout_s)
 
     @contextmanager
-    def _timed(self, phases: Phases, name: str) -> Iterator[None]:
-        with self._watch.during(name), phases.phase(name):
+    def _timed(self, phases: Phases, name: str, total_bytes: int = 0) -> Iterator[None]:
+        seen = phase(self._settings.sink, self._member.device, name, total_bytes)
+        with self._watch.during(name), phases.phase(name), seen:
             yield
+
+    def _say(self, text: str) -> None:
+        self._settings.sink(Notice(self._member.device, text, time.perf_counter()))
 
     def _close(self, *, graceful: bool) -> None:
         """Give back threads and groups, in whatever state they are."""
@@ -349,7 +360,9 @@ def session(
     prefer: str = "nodes",
     timeout_s: float = 30.0,
     staging_bytes: int = 64 << 20,
-    on_round: Callable[[RoundEvent], None] = lambda event: None,
+    transport: str = "auto",
+    verify: bool = False,
+    sink: Sink = nowhere,
 ) -> Session[J]:
     """Open this process's part in an elastic training job.
 
@@ -363,8 +376,10 @@ def session(
         prefer: where new ranks run on several nodes. ``"nodes"``: tensor parallel groups on as few nodes as can be,
             then as many whole nodes free as can be, then as few moved bytes; ``"bytes"``: as few moved bytes as can be.
         timeout_s: the longest that a collective, an agreement or a round may take.
-        staging_bytes: the most that one device sends or receives in one round.
-        on_round: called after each round of a move.
+        staging_bytes: the most that one device stages at any time, for sending and receiving together.
+        transport: ``"auto"``: directly within a host where that works, else over gloo; ``"gloo"``: over gloo alone.
+        verify: hold each piece that is moved to a digest of what was sent.
+        sink: takes the events of all changes of layout (``shardshift.engine.events``).
 
     Raises:
         Infeasible: if the layout, the policy or the preference cannot be.
@@ -374,5 +389,5 @@ def session(
         member or Member.from_launcher(timeout_s=timeout_s),
         ParallelConfig.parse(layout) if isinstance(layout, str) else layout,
         resizes or Script({}),
-        Settings(policy, prefer, timeout_s, staging_bytes, on_round),
+        Settings(policy, prefer, timeout_s, staging_bytes, transport, verify, guarded(sink)),
     )

@@ -6,22 +6,22 @@ Nothing here touches the running job except to read it: whatever fails, the job 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
 import torch
 
 from ..adapters import Adapter, Change
 from ..adapters.protocol import J
-from ..coordination import Control, to_record
-from ..engine import RoundEvent, available_bytes, checksum, run_program
+from ..coordination import Control, refusal, settle, to_record
+from ..engine import Copies, Journal, available_bytes, differing, prefault, refuse_differing, run_program
+from ..engine.events import Sink
 from ..plan import Plan, make_plan
 from ..schedule import Program, compile_program, peak_extra_bytes
 from ..transport import Transport
-from ..values import Infeasible, Mismatch, ParallelConfig, PlacedLayout, Shard, ShardshiftError, Topology
-from .proposal import Proposal, refusal
+from ..values import Infeasible, Mismatch, ParallelConfig, PeerLost, PlacedLayout, Shard, ShardshiftError, Topology
+from .proposal import Proposal
 from .resize import Resize
 
 
@@ -33,24 +33,36 @@ class Settings:
         policy: ``"auto"`` or ``"keep"``; see ``session``.
         prefer: ``"nodes"`` or ``"bytes"``; see ``session``.
         timeout_s: the longest that a collective, an agreement or a round may take.
-        staging_bytes: the most that one device sends or receives in one round.
-        on_round: called after each round.
+        staging_bytes: the most that one device stages at any time.
+        transport: see ``session``.
+        verify: whether each piece is held to a digest of what was sent.
+        sink: takes events.
     """
 
     policy: str
     prefer: str
     timeout_s: float
     staging_bytes: int
-    on_round: Callable[[RoundEvent], None]
+    transport: str
+    verify: bool
+    sink: Sink
 
 
 @dataclass(frozen=True, slots=True)
 class Derived(Generic[J]):
-    """What a rank has derived from a proposal, and proved."""
+    """What a rank has derived from a proposal, and proved.
+
+    Attributes:
+        plan: the plan.
+        change: the adapter's view of it.
+        program: this device's.
+        room: memory for new shards that was made beforehand.
+    """
 
     plan: Plan
     change: Change[J]
     program: Program
+    room: dict[Shard, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +161,17 @@ class Transition(Generic[J]):
         except Exception as error:  # goes to every rank as text
             return error
 
+    def make_room(self, derived: Derived[J]) -> None:
+        """A joiner's part, while others train on: make the memory for its state, pages and all.
+
+        A fresh page costs more than the wire, and a joiner has nothing else to do. If the change is refused, the memory
+        goes with what was derived.
+        """
+        rank = derived.plan.curr.rank_of(self._control.device)
+        if rank is not None and self._control.device not in derived.plan.prev.devices:
+            derived.room.update({shard: derived.change.allocate(rank, shard) for shard in derived.program.allocate})
+            prefault(derived.room.values())
+
     def decide(self, *, holds: bool) -> None:
         """The lead's part, when the change is due: say whether what was prepared still holds."""
         self._control.publish(self.key("due"), to_record(holds=holds))
@@ -173,7 +196,12 @@ class Transition(Generic[J]):
         """
         records = self._gather("agree", proposal, self._ready(job, proposal, derived))
         assert not isinstance(derived, Exception)  # it was told as a refusal
-        _compare_copies(derived.plan, {device: record["copies"] for device, record in records.items()})
+        if suspects := differing({device: record["copies"] for device, record in records.items()}):
+            copies = Copies(derived.plan, self._control.device)
+            mine = copies.details({} if job is None else derived.change.shards(job), suspects)
+            details = self._gather("copies", proposal, to_record(**mine))
+            self._control.publish(self.key("refused"), b"")
+            refuse_differing(details)
         givers = {name: device for device, record in records.items() for name in record["companions"]}
         stays = self._control.device in proposal.curr_devices
         return {
@@ -186,15 +214,17 @@ class Transition(Generic[J]):
 
         def allocate(shard: Shard) -> torch.Tensor:
             assert rank is not None  # a device that leaves has nothing to allocate
-            return change.allocate(rank, shard)
+            made = derived.room.pop(shard, None)
+            return change.allocate(rank, shard) if made is None else made
 
         return run_program(
-            derived.program,
-            {} if job is None else change.shards(job),
+            Journal(derived.program, {} if job is None else dict(change.shards(job))),
             transport,
+            staging_bytes=self._settings.staging_bytes,
             allocate=allocate,
             timeout_s=self._settings.timeout_s,
-            on_round=self._settings.on_round,
+            verify=self._settings.verify,
+            sink=self._settings.sink,
         )
 
     def commit(self, proposal: Proposal, derived: Derived[J], companions: Mapping[str, bytes]) -> Any:
@@ -221,13 +251,13 @@ class Transition(Generic[J]):
 
     def _gather(self, phase: str, proposal: Proposal, answer: bytes) -> dict[int, dict[str, Any]]:
         """Every participant's answer; if one refused, its error is raised on all."""
-        answers = self._control.gather(self.key(phase), proposal.participants, answer, phase)
-        records = {device: json.loads(answer) for device, answer in answers.items()}
-        for record in records.values():
-            if "refused" in record:
-                self._control.publish(self.key("refused"), b"")
-                raise ShardshiftError.from_wire(record["refused"])
-        return records
+        try:
+            return settle(self._control, self.key(phase), proposal.participants, phase, answer)
+        except PeerLost:
+            raise
+        except ShardshiftError:
+            self._control.publish(self.key("refused"), b"")
+            raise
 
     def outcome(self) -> bool:
         """For a process that takes no part: wait for the end of it, and say whether it was committed."""
@@ -245,8 +275,7 @@ class Transition(Generic[J]):
             copies: dict[str, int] = {}
             if job is not None:
                 self._check_position(job, proposal)
-                live = derived.change.shards(job)
-                copies = {key: checksum(live[shard]) for key, shard in _copied(derived.plan, self._control.device)}
+                copies = Copies(derived.plan, self._control.device).digests(derived.change.shards(job))
                 records = self._adapter.companions(job)
             for name, content in records.items():
                 self._control.publish(self._companion(name), content)
@@ -297,30 +326,6 @@ class Transition(Generic[J]):
                 f"device {self._control.device} needs {peak_bytes:,} bytes beside its present state, {share_bytes:,} "
                 "are free; nothing was moved. What to do: free memory, or go in two steps (more devices first)"
             )
-
-
-def _copied(plan: Plan, device: int) -> Iterator[tuple[str, Shard]]:
-    """The shards of a device that some other device holds too, by a key that all of them derive alike."""
-    holders = Counter(shard for other in plan.prev.devices for shard in plan.prev.shards_on(other))
-    return ((str(shard), shard) for shard in plan.prev.shards_on(device) if holders[shard] > 1)
-
-
-def _compare_copies(plan: Plan, checksums: Mapping[int, Mapping[str, int]]) -> None:
-    """Refuse a move of copies that differ: whichever was read would win, without a word.
-
-    Raises:
-        Mismatch: naming a tensor and the devices.
-    """
-    first: dict[str, tuple[int, int]] = {}
-    for device in plan.prev.devices:
-        for key, found in checksums[device].items():
-            other, expected = first.setdefault(key, (device, found))
-            if found != expected:
-                raise Mismatch(
-                    f"{key}: devices {other} and {device} hold different bits of what must be one tensor; nothing was "
-                    "moved. What to do: find out why these replicas have drifted apart, or what marks the parameter as "
-                    "cut or shared"
-                )
 
 
 def too_few_devices(config: ParallelConfig, devices: int) -> Infeasible:

@@ -46,6 +46,7 @@ class MegatronChange:
         self._prev, self._curr = prev, curr
         self._build_model, self._assemble = build_model, assemble
         self._kinds = (Kind.PARAM, *optim.MOMENTS) if moments else (Kind.PARAM,)
+        self._slots_by_name: dict[int, dict[str, Slot]] = {}
         self.prev: Layout = self._layout(prev)
         self.curr: Layout = self._layout(curr)
 
@@ -92,8 +93,10 @@ class MegatronChange:
         return found
 
     def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
-        """Memory for a shard of a new rank, zero, padding around it included."""
-        slot = next(slot for slot in self._curr.of_rank(rank) if slot.name == shard.tensor.name)
+        """Memory for a shard of a new rank; padding around it is zero."""
+        if rank not in self._slots_by_name:
+            self._slots_by_name[rank] = {slot.name: slot for slot in self._curr.of_rank(rank)}
+        slot = self._slots_by_name[rank][shard.tensor.name]
         return slot.view(slot.empty())
 
     def accept(self, rank: int, companions: Mapping[str, bytes]) -> Companions:

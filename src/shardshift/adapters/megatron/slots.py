@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ...engine.pages import empty
 from ...values import Mismatch, Region
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -58,8 +59,11 @@ class Slot:
     trainable: bool
 
     def empty(self) -> torch.Tensor:
-        """A new local tensor, all zero."""
-        return torch.zeros(self.local_shape, dtype=self.dtype)
+        """A new local tensor: padding is zero, the rest is for the caller to write."""
+        local = empty(self.local_shape, self.dtype)
+        if self.region.shape != self.segmented_shape:
+            local.zero_()
+        return local
 
     def view(self, local: torch.Tensor) -> torch.Tensor:
         """The data of a local tensor (parameter or moment), without padding, in the shape of the region.
