@@ -158,6 +158,24 @@ def bench(
     run_bench(name, as_json=as_json, docs=docs)
 
 
+@app.command()
+def selftest(
+    backend: Annotated[str, typer.Option(help="gloo: tensors in host memory; nccl: one GPU a process.")] = "gloo",
+    same_host: Annotated[
+        bool, typer.Option(help="With gloo: let processes of one host read one another's memory.")
+    ] = True,
+    devices: Annotated[
+        int | None, typer.Option(min=2, max=64, help="Processes.", show_default="4; with nccl, one for each GPU")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+) -> None:
+    """Check in local processes that state moves as it should over a transport, and measure its bandwidth."""
+    from .selftest import run_and_print
+
+    if not run_and_print(backend, devices, same_host=same_host, as_json=as_json):
+        raise typer.Exit(1)
+
+
 def _asked(values: dict[str, Any]) -> dict[str, Any]:
     """What a command's options ask of ``options.request``."""
     return {key: value for key, value in values.items() if key not in ("as_json", "program")}
