@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def examples() -> list[str]:
-    """The one that plans, and the one that trains."""
+    """The one that plans, the one that trains, and the one that moves tensors."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     return list(map(str, blocks))
 
 
@@ -67,3 +67,18 @@ def test_the_example_of_the_readme_trains_through_its_changes_of_layout() -> Non
     expected = ["pp2tp2dp1", "pp2tp2dp1", "pp4tp2dp1", "pp4tp2dp1", "pp2tp4dp1", "pp2tp4dp1"]
     assert layouts == {iteration: {layout} for iteration, layout in enumerate(expected)}
     assert losses[5] < losses[0]
+
+
+def run_script(send: Any, code: str) -> None:
+    import builtins
+
+    import torch.distributed as dist
+
+    exec(compile(code, "reshard.py", "exec"), {"print": lambda *words: send(words)} | {"__builtins__": builtins})
+    dist.destroy_process_group()
+
+
+def test_the_example_of_the_readme_moves_tensors_and_joins_ranks() -> None:
+    with LocalJob(4, run_script, (examples()[2],), timeout_s=30) as job:
+        told = dict(job.messages())
+    assert told == {rank: (rank, (2, 6), float(rank // 2)) for rank in range(4)}
