@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.read_trace import named, read
 from typer.testing import CliRunner
 
 from shardshift.cli import selftest
 from shardshift.cli.app import app
+from shardshift.engine import Sink
 from shardshift.transport import Message, TransportError
 from shardshift.values import Infeasible
 
@@ -24,10 +28,58 @@ def test_it_passes_on_this_machine(path: str) -> None:
     pairs = {(one["source"], one["target"]) for one in found["bandwidth"]}
     assert pairs == {(a, b) for a in range(3) for b in range(3) if a != b}
     assert all(one["bytes_per_s"] > 0 for one in found["bandwidth"])
+    assert {(one["source"], one["target"]) for one in found["links"]} == pairs
+    assert all(one["moved_bytes"] > 0 and one["busy_s"] > 0 for one in found["links"])
+    assert "device 0   device 1" in done.stderr
+
+
+def test_a_trace_has_the_moves_of_all_processes_and_as_many_bytes_as_the_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("perfetto")
+    path = tmp_path / "moves.pftrace"
+    assert selftest.run_and_print("gloo", 2, same_host=True, as_json=True, trace=path)
+    tracks = read(path.read_bytes())
+    received_bytes = 0
+    for device in range(2):
+        (track,) = named(tracks, device)
+        names = [name for *_, name in sorted(track.slices)]
+        assert names == ["plan", "agree", "move", "commit"] * 3
+        told = [one for lane in named(tracks, device, "rounds") for one in lane.told]
+        received_bytes += sum(one["received_bytes"] for one in told)
+    links = json.loads(capsys.readouterr().out)["links"]
+    assert received_bytes == sum(one["moved_bytes"] for one in links) > 0
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "LocalJob", None)
+    with pytest.raises(Infeasible, match="cannot write the trace"):
+        selftest.run_and_print("gloo", 2, same_host=True, as_json=True, trace=tmp_path)
+    monkeypatch.setitem(sys.modules, "perfetto.trace_builder.proto_builder", None)
+    with pytest.raises(Infeasible, match="pip install"):
+        selftest.run_and_print("gloo", 2, same_host=True, as_json=True, trace=tmp_path / "moves.pftrace")
+
+
+def test_the_command_takes_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("perfetto")
+    taken = []
+
+    def passes(backend: str, devices: int | None, *, same_host: bool, sink: Sink) -> selftest.Outcome:
+        taken.append(sink)
+        return selftest.Outcome(backend, 2, ())
+
+    monkeypatch.setattr(selftest, "run_selftest", passes)
+    done = RUNNER.invoke(app, ["selftest", "--trace", str(tmp_path / "moves.pftrace")])
+    assert done.exit_code == 0, done.output
+    assert "moves.pftrace" in done.output.replace("\n", "")
+    assert len(taken) == 1
+    assert isinstance(RUNNER.invoke(app, ["selftest", "--trace", str(tmp_path)]).exception, Infeasible)
 
 
 def test_what_is_wrong_is_told_by_name_and_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(backend: str, devices: int | None, *, same_host: bool) -> selftest.Outcome:
+    def broken(backend: str, devices: int | None, *, same_host: bool, sink: Sink) -> selftest.Outcome:
         heard = selftest._Heard()
         heard.take(0, selftest.Check("messages arrive", "", 0.5))
         heard.take(1, selftest.Check("messages arrive", "wrong bytes: 7 bytes from 0", 0.25))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -9,8 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from tests.unit.read_trace import named, read
 
 from shardshift.adapters.megatron import DataPosition, RankLayout
+from shardshift.cli.demo import run_and_report
+from shardshift.demo import run
 from shardshift.demo.text import Corpus, read_text
 from shardshift.values import Infeasible, ParallelConfig
 
@@ -39,7 +44,9 @@ def shardshift(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(300)
 def test_every_change_of_the_demo_is_exact_and_moves_the_least(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 64)
-    done = shardshift("demo", "--steps", "10", "--data", "text.txt", "--out", "here", "--json", cwd=tmp_path)
+    done = shardshift(
+        "demo", "--steps", "10", "--data", "text.txt", "--out", "here", "--trace", "t", "--json", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "here" / "report.json").read_text())
@@ -61,6 +68,17 @@ def test_every_change_of_the_demo_is_exact_and_moves_the_least(tmp_path: Path) -
         assert transition["speedup"] == pytest.approx(transition["checkpoint_s"] / transition["pause_s"])
     # pp2tp2dp2 has every tp2 half on two devices: each keeps another half of it, so nothing travels.
     assert transitions[2]["moved_bytes"] == 0
+
+    tracks = read((tmp_path / "t").read_bytes())
+    changes = [
+        [name for *_, name in sorted(named(tracks, device)[0].slices) if name[:3] == "to "] for device in range(8)
+    ]
+    assert changes[0] == [f"to {transition['curr']}" for transition in transitions], "the ranks that train say it"
+    assert {"plan", "agree", "move", "commit", "rebuild"} <= {name for *_, name in named(tracks, 0)[0].slices}
+    lanes = [track for device in range(8) for track in named(tracks, device, "rounds")]
+    assert sum(told["received_bytes"] for lane in lanes for told in lane.told) == sum(
+        transition["moved_bytes"] for transition in transitions
+    )
 
     elastic, fixed = report["loss"]["elastic"], report["loss"]["fixed"]
     assert len(elastic) == len(fixed) == 10
@@ -99,6 +117,18 @@ def test_a_result_that_cannot_be_written_is_refused_before_training(tmp_path: Pa
     done = shardshift("demo", "--quick", cwd=tmp_path)
     assert done.returncode == 3
     assert "cannot write into out" in done.stderr
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "run_demo", None)
+    console = Console(file=io.StringIO())
+    with pytest.raises(Infeasible, match="cannot write the trace"):
+        run_and_report(console, steps=5, data=None, out=tmp_path / "out", trace=tmp_path)
+    monkeypatch.setitem(sys.modules, "perfetto.trace_builder.proto_builder", None)
+    with pytest.raises(Infeasible, match=r"pip install 'shardshift\[trace\]'"):
+        run_and_report(console, steps=5, data=None, out=tmp_path / "out", trace=tmp_path / "demo.pftrace")
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

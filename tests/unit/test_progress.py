@@ -58,6 +58,29 @@ def test_the_next_move_begins_anew() -> None:
     assert (done.done_bytes, done.total_bytes, done.error) == (0, MIB, "")
 
 
+def test_a_move_of_other_devices_begins_anew_too_and_a_device_that_is_heard_late_belongs_to_it() -> None:
+    done = MoveProgress()
+    for event in scale_out():
+        done(event)
+    for event in (
+        PhaseBegan(2, "agree", at(100)),
+        PhaseBegan(2, "move", at(110), 2 * MIB),
+        PhaseBegan(3, "agree", at(101)),  # of another process: its message took longer
+        PhaseBegan(3, "move", at(111), MIB),
+        round_of(3, 0, 1, 112, 120, (2, 0, MIB)),
+    ):
+        done(event)
+    assert (done.part, done.rounds) == ((MIB, 3 * MIB), (1, 1))
+    assert done.row["completed"] == MIB
+
+
+def test_a_change_that_is_refused_leaves_the_figures_of_the_move_before() -> None:
+    done = MoveProgress()
+    for event in [*scale_out(), PhaseBegan(0, "agree", at(100)), PhaseEnded(0, "agree", at(100), at(101), "Mismatch")]:
+        done(event)
+    assert done.done_bytes == 7 * MIB
+
+
 def test_off_a_terminal_there_is_one_line_at_the_end() -> None:
     file = io.StringIO()
     with progress_bar(Console(file=file, width=20)) as tell:

@@ -1,89 +1,23 @@
-"""Traces, read back as a reader of the format reads them: by time, then by place in the file, with a stack a track."""
+"""Traces of made events, read back; ``test_seen`` has those of real moves."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.made_events import MIB, at, phase, round_of, rounds_of_devices, scale_out
+from tests.unit.read_trace import Slice, named, read
 
-from shardshift.engine.events import Event, PhaseBegan, RoundEnded, from_record, to_record
-from shardshift.report.trace import trace_bytes, write_trace
+from shardshift.engine.events import Event, PhaseBegan, PhaseEnded, RoundEnded, from_record, to_record
+from shardshift.report.trace import trace_bytes, tracing, write_trace
+from shardshift.values import Infeasible, PeerLost
 
 pytest.importorskip("perfetto")
-
-Slice = tuple[int, int | None, str]
-"""Nanoseconds of begin and end (None: never), name."""
-
-
-@dataclass
-class Track:
-    name: str
-    parent: int
-    rank: int
-    slices: list[Slice] = field(default_factory=list)
-    instants: list[tuple[int, str]] = field(default_factory=list)
-    counts: list[tuple[int, int]] = field(default_factory=list)
-    arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    deepest: int = 0
-
-
-def read(content: bytes) -> dict[int, Track]:
-    """The tracks by their ids, with what is on them."""
-    messages: Any = importlib.import_module("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
-    kinds = messages.TrackEvent
-    packets = messages.Trace.FromString(content).packet
-    tracks: dict[int, Track] = {}
-    for packet in packets:
-        if packet.HasField("track_descriptor"):
-            one = packet.track_descriptor
-            assert one.uuid not in tracks
-            assert not one.parent_uuid or one.parent_uuid in tracks, "a track stands after its parent"
-            tracks[one.uuid] = Track(one.name, one.parent_uuid, one.sibling_order_rank)
-    open_on: dict[int, list[tuple[int, str]]] = defaultdict(list)
-    for packet in sorted((one for one in packets if one.HasField("track_event")), key=lambda one: one.timestamp):
-        assert packet.trusted_packet_sequence_id != 0
-        event, now = packet.track_event, packet.timestamp
-        track = tracks[event.track_uuid]
-        if event.type == kinds.TYPE_SLICE_BEGIN:
-            open_on[event.track_uuid].append((now, event.name))
-            track.deepest = max(track.deepest, len(open_on[event.track_uuid]))
-            track.arguments[event.name] = plain(event.debug_annotations)
-        elif event.type == kinds.TYPE_SLICE_END:
-            began, name = open_on[event.track_uuid].pop()
-            track.slices.append((began, now, name))
-        elif event.type == kinds.TYPE_INSTANT:
-            track.instants.append((now, event.name))
-            track.arguments[event.name] = plain(event.debug_annotations)
-        else:
-            assert event.type == kinds.TYPE_COUNTER
-            track.counts.append((now, event.counter_value))
-    for uuid, left in open_on.items():
-        tracks[uuid].slices += [(began, None, name) for began, name in left]
-    return tracks
-
-
-def plain(annotations: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for one in annotations:
-        kind = one.WhichOneof("value")
-        found[one.name] = getattr(one, kind) if kind else plain(one.dict_entries)
-    return found
-
-
-def named(tracks: dict[int, Track], device: int, name: str = "") -> list[Track]:
-    """A device's own track, or those of a name below it."""
-    (root,) = (uuid for uuid, track in tracks.items() if track.name == f"device {device}" and not track.parent)
-    return (
-        [track for track in tracks.values() if track.parent == root and track.name == name] if name else [tracks[root]]
-    )
 
 
 def ns(time_ms: int) -> int:
@@ -177,10 +111,27 @@ def test_a_phase_in_which_the_process_was_killed_stays_open_and_one_that_failed_
     assert failed.arguments["move"] == {"error": "PeerLost"}
 
 
-def test_a_phase_inside_another_has_a_track_below() -> None:
-    tracks = read(trace_bytes([*phase(0, "resize", 0, 100), *phase(0, "move", 20, 60)]))
-    assert [name for *_, name in named(tracks, 0)[0].slices] == ["resize"]
-    assert [name for *_, name in named(tracks, 0, "phases")[0].slices] == ["move"]
+def test_a_phase_inside_another_is_below_it_on_the_devices_own_track() -> None:
+    tracks = read(trace_bytes([*phase(0, "resize", 0, 100), *phase(0, "plan", 0, 20), *phase(0, "move", 20, 100)]))
+    (track,) = named(tracks, 0)
+    assert sorted(track.slices) == [(ns(0), ns(20), "plan"), (ns(0), ns(100), "resize"), (ns(20), ns(100), "move")]
+    assert track.deepest == 2
+    assert not named(tracks, 0, "phases")
+
+
+def test_a_process_that_was_killed_inside_two_phases_leaves_both_open() -> None:
+    events: list[Event] = [PhaseBegan(0, "move", at(0)), *phase(0, "fence", 5, 6), PhaseBegan(0, "commit", at(7))]
+    (track,) = named(read(trace_bytes(events)), 0)
+    assert sorted(track.slices) == [(ns(0), None, "move"), (ns(5), ns(6), "fence"), (ns(7), None, "commit")]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6))
+def test_phases_that_cross_are_there_all_the_same(times: list[tuple[int, int]]) -> None:
+    events = [PhaseEnded(0, f"{number}", at(began), at(began + took)) for number, (began, took) in enumerate(times)]
+    tracks = read(trace_bytes(events))
+    found = [one for track in (named(tracks, 0) + named(tracks, 0, "phases") if times else []) for one in track.slices]
+    told = [(ns(began), ns(began + took), f"{number}") for number, (began, took) in enumerate(times)]
+    assert sorted(found) == sorted(told)
 
 
 def test_events_of_several_processes_come_together_in_one_file(tmp_path: Path) -> None:
@@ -198,3 +149,27 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "perfetto.trace_builder.proto_builder", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'shardshift\[trace\]'"):
         trace_bytes(scale_out())
+
+
+def test_a_trace_is_written_when_what_it_follows_has_failed_too(tmp_path: Path) -> None:
+    def fail() -> None:
+        with tracing(tmp_path / "failed.pftrace") as sink:
+            for event in phase(0, "move", 10, 20, error="PeerLost"):
+                sink(event)
+            raise PeerLost([1], "move", "silent")
+
+    with pytest.raises(PeerLost):
+        fail()
+    (track,) = named(read((tmp_path / "failed.pftrace").read_bytes()), 0)
+    assert track.slices == [(ns(10), ns(20), "move")]
+
+
+def test_a_file_that_cannot_be_written_or_a_missing_package_is_refused_before_anything_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Infeasible, match=r"cannot write the trace .*No such file"), tracing(tmp_path / "no" / "file"):
+        pytest.fail("it has begun")
+    monkeypatch.setitem(sys.modules, "perfetto.trace_builder.proto_builder", None)
+    with pytest.raises(Infeasible, match=r"pip install 'shardshift\[trace\]'"), tracing(tmp_path / "file"):
+        pytest.fail("it has begun")
+    assert not (tmp_path / "file").exists()

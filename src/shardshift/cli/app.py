@@ -28,6 +28,10 @@ _SIGPIPE: Final = 13
 _IN_ASCII: Final = "shardshift-in-ascii"
 _ASCII: Final = {"→": "->", "≤": "<="}
 _DEMO_STEPS, _QUICK_STEPS = 60, 10
+_Trace = Annotated[
+    Path | None,
+    typer.Option(help="Write a Perfetto trace of the changes of layout into this file.", show_default=False),
+]
 
 app = typer.Typer(
     help="Move the state of a running LLM training job to another parallel layout, without a checkpoint.",
@@ -50,13 +54,15 @@ def demo(
     ] = None,
     out: Annotated[Path, typer.Option(help="Where loss.png and report.json go.")] = Path("out"),
     quick: Annotated[bool, typer.Option("--quick", help=f"{_QUICK_STEPS} steps only.")] = False,
+    trace: _Trace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON on stdout.")] = False,
 ) -> None:
     """Train megatron-core's GPT on 8 processes and change its parallel layout four times while it runs."""
     console = Console(stderr=as_json)
     from .demo import run_and_report
 
-    report = run_and_report(console, steps=steps or (_QUICK_STEPS if quick else _DEMO_STEPS), data=data, out=out)
+    steps = steps or (_QUICK_STEPS if quick else _DEMO_STEPS)
+    report = run_and_report(console, steps=steps, data=data, out=out, trace=trace)
     if as_json:
         print(json.dumps(report.to_json()))
     if not report.passed:
@@ -167,12 +173,13 @@ def selftest(
     devices: Annotated[
         int | None, typer.Option(min=2, max=64, help="Processes.", show_default="4; with nccl, one for each GPU")
     ] = None,
+    trace: _Trace = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
 ) -> None:
     """Check in local processes that state moves as it should over a transport, and measure its bandwidth."""
     from .selftest import run_and_print
 
-    if not run_and_print(backend, devices, same_host=same_host, as_json=as_json):
+    if not run_and_print(backend, devices, same_host=same_host, as_json=as_json, trace=trace):
         raise typer.Exit(1)
 
 

@@ -11,9 +11,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -23,9 +24,11 @@ from rich.table import Table
 
 from ..coordination import Control
 from ..elastic import LocalJob, Member
-from ..engine import Mover, names_of
+from ..engine import Event, Mover, Sink, names_of, nowhere
 from ..models import Catalogue, Model
 from ..report.console import print_whole
+from ..report.links import Link, LinkMeter, links_table
+from ..report.trace import tracing
 from ..transport import Message, Transport, connect
 from ..transport.nccl import SETTINGS
 from ..values import Infeasible, PlacedLayout, Shard, ShardshiftError
@@ -73,6 +76,7 @@ class Outcome:
         checks: what was tried, in order.
         bandwidth: per ordered pair.
         notices: paths that were not taken, and why.
+        links: what the moves of the last check sent over each pair, and in what time.
     """
 
     backend: str
@@ -80,6 +84,7 @@ class Outcome:
     checks: tuple[Check, ...]
     bandwidth: tuple[Bandwidth, ...] = ()
     notices: tuple[str, ...] = ()
+    links: tuple[Link, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -91,13 +96,23 @@ class Outcome:
         return {"passed": self.passed, **asdict(self)}
 
 
-def run_and_print(backend: str, devices: int | None, *, same_host: bool, as_json: bool) -> bool:
+def run_and_print(
+    backend: str, devices: int | None, *, same_host: bool, as_json: bool, trace: Path | None = None
+) -> bool:
     """Run the self-test and print what was found; whether all was well.
 
+    Args:
+        backend: see ``run_selftest``.
+        devices: likewise.
+        same_host: likewise.
+        as_json: whether stdout gets JSON, and stderr the tables.
+        trace: file for a Perfetto trace of the moves; None for no trace.
+
     Raises:
-        Infeasible: if this machine cannot run it.
+        Infeasible: if this machine cannot run it, or the trace cannot be written.
     """
-    outcome = run_selftest(backend, devices, same_host=same_host)
+    with tracing(trace) if trace else nullcontext(nowhere) as sink:
+        outcome = run_selftest(backend, devices, same_host=same_host, sink=sink)
     console = Console(stderr=as_json, highlight=False)
     table = Table("checked", "", "seconds", title=f"{outcome.backend}, {outcome.devices} processes")
     for check in outcome.checks:
@@ -109,20 +124,26 @@ def run_and_print(backend: str, devices: int | None, *, same_host: bool, as_json
         for source in range(outcome.devices):
             rates.add_row(str(source), *(of.get((source, target), "-") for target in range(outcome.devices)))
         print_whole(console, rates)
+    if outcome.links:
+        console.print("bytes by link in the moves of the last check, in rounds of at most 1 MiB:", soft_wrap=True)
+        print_whole(console, links_table(outcome.links))
     for notice in outcome.notices:
         console.print(notice, markup=False, soft_wrap=True)
+    if trace:
+        console.print(f"wrote {trace}; https://ui.perfetto.dev opens it", markup=False, soft_wrap=True)
     if as_json:
         print(json.dumps(outcome.to_json()))
     return outcome.passed
 
 
-def run_selftest(backend: str, devices: int | None = None, *, same_host: bool = True) -> Outcome:
+def run_selftest(backend: str, devices: int | None = None, *, same_host: bool = True, sink: Sink = nowhere) -> Outcome:
     """Run the self-test in processes of its own.
 
     Args:
         backend: ``gloo`` or ``nccl``.
         devices: processes; None for 4, or with NCCL one for each GPU.
         same_host: whether processes on one host may read one another's memory (gloo only).
+        sink: takes the events of the moves, of all devices.
 
     Raises:
         Infeasible: if this machine cannot run it.
@@ -139,7 +160,7 @@ def run_selftest(backend: str, devices: int | None = None, *, same_host: bool = 
     if count < 2:
         raise Infeasible(f"{count} process has nobody to send to; what to do: ask for 2 or more")
     kind = "nccl" if backend == "nccl" else "same-host" if same_host else "gloo"
-    heard = _Heard()
+    heard = _Heard(sink)
     try:
         with LocalJob(count, _worker, (kind,), timeout_s=_TIMEOUT_S, preload=["shardshift.elastic"]) as job:
             for device, message in job.messages():
@@ -148,7 +169,12 @@ def run_selftest(backend: str, devices: int | None = None, *, same_host: bool = 
         if not any(check.fault for check in heard.checks.values()):
             heard.take(0, Check("all processes come to the end", str(error), 0.0))
     return Outcome(
-        backend, count, tuple(heard.checks.values()), tuple(heard.bandwidth), tuple(dict.fromkeys(heard.notices))
+        backend,
+        count,
+        tuple(heard.checks.values()),
+        tuple(heard.bandwidth),
+        tuple(dict.fromkeys(heard.notices)),
+        heard.meter.links(),
     )
 
 
@@ -156,12 +182,17 @@ def run_selftest(backend: str, devices: int | None = None, *, same_host: bool = 
 class _Heard:
     """What the processes have said so far; a check is as bad as it was on the worst of them."""
 
+    sink: Sink = nowhere
+    meter: LinkMeter = field(default_factory=LinkMeter)
     checks: dict[str, Check] = field(default_factory=dict)
     bandwidth: list[Bandwidth] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
 
-    def take(self, device: int, message: Check | Bandwidth | str) -> None:
-        if isinstance(message, Bandwidth):
+    def take(self, device: int, message: Check | Bandwidth | Event | str) -> None:
+        if isinstance(message, Event):
+            self.meter(message)
+            self.sink(message)
+        elif isinstance(message, Bandwidth):
             self.bandwidth.append(message)
         elif isinstance(message, str):
             self.notices.append(f"device {device}: {message}")
@@ -246,6 +277,7 @@ def _worker(send: Callable[[object], None], kind: str) -> None:
             staging_bytes=_STAGING_BYTES,
             timeout_s=_TIMEOUT_S,
             memory=memory,
+            sink=send,
         ) as mover,
     ):
         _move_around(mover, count, memory)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from ..elastic import LocalJob, ResizeReport
+from ..engine.events import Event, Sink, nowhere
 from ..report import DemoReport, Transition
 from . import worker
 from .model import ModelShape, Recipe
@@ -29,7 +30,12 @@ Progress = Callable[[str, int], None]
 
 
 def run_demo(
-    steps: int, data: Path, *, timeout_s: float = 30.0, progress: Progress = lambda what, done: None
+    steps: int,
+    data: Path,
+    *,
+    timeout_s: float = 30.0,
+    progress: Progress = lambda what, done: None,
+    sink: Sink | None = None,
 ) -> DemoReport:
     """Run the whole demo.
 
@@ -38,6 +44,7 @@ def run_demo(
         data: text file or folder.
         progress: told of each finished step.
         timeout_s: the longest that a collective may take.
+        sink: takes the events of the elastic run's changes, of all devices; None: they are not sent at all.
 
     Returns:
         What came out.
@@ -45,12 +52,12 @@ def run_demo(
     Raises:
         ShardshiftError: what a process met by itself; ``PeerLost`` if one died.
     """
-    task = Task(Recipe(ModelShape(), steps=steps), data, DEVICES_PER_NODE, timeout_s)
+    task = Task(Recipe(ModelShape(), steps=steps), data, DEVICES_PER_NODE, timeout_s, tells=sink is not None)
     at = [steps * number // len(CONFIGS) for number in range(1, len(CONFIGS))]
     changes: Changes = dict(zip(at, CONFIGS[1:], strict=True))
     with tempfile.TemporaryDirectory(prefix="shardshift-demo-") as name:
         folder = Path(name)
-        elastic = _elastic(task, changes, folder, progress)
+        elastic = _elastic(task, changes, folder, progress, sink or nowhere)
         transitions = [
             _again(task, elastic, iteration, until, folder, progress)
             for iteration, until in zip(at, [*at[1:], steps], strict=True)
@@ -69,7 +76,7 @@ class _Elastic:
         self.reports: dict[int, list[ResizeReport]] = {}
 
 
-def _elastic(task: Task, changes: Changes, folder: Path, progress: Progress) -> _Elastic:
+def _elastic(task: Task, changes: Changes, folder: Path, progress: Progress, sink: Sink) -> _Elastic:
     found = _Elastic()
     job = LocalJob(
         DEVICES,
@@ -90,6 +97,8 @@ def _elastic(task: Task, changes: Changes, folder: Path, progress: Progress) -> 
                     found.save_s[iteration] = max(found.save_s.get(iteration, 0.0), seconds)
                 case ("changed", ResizeReport() as report):
                     found.reports.setdefault(report.iteration, []).append(report)
+                case _ if isinstance(message, Event):
+                    sink(message)
                 case _:
                     raise AssertionError(f"unknown message {message!r}")
     return found

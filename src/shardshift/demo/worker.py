@@ -17,6 +17,7 @@ from .. import Script, session
 from ..adapters import Place
 from ..adapters.megatron import Adapter, Job
 from ..elastic import Member, ResizeReport
+from ..engine.events import nowhere, phase
 from ..values import ParallelConfig
 from . import checkpoint, oracle
 from .model import Recipe, make_adapter, optimizer_step, set_initial_weights, train_step
@@ -36,12 +37,14 @@ class Task:
         data: text file or folder.
         devices_per_node: processes that stand for one node.
         timeout_s: the longest that a collective may take.
+        tells: whether the elastic run sends the events of its changes, each as a message.
     """
 
     recipe: Recipe
     data: Path
     devices_per_node: int
     timeout_s: float
+    tells: bool = False
 
     def adapter(self) -> Adapter:
         """The adapter of this training."""
@@ -60,8 +63,10 @@ def train_elastic(send: Send, task: Task, start: str, changes: Changes, folder: 
     recipe, adapter = task.recipe, task.adapter()
     member = Member.from_launcher(devices_per_node=task.devices_per_node, timeout_s=task.timeout_s)
     # The nodes are pretended, and the demo shows the least movement: bytes come before nodes.
-    script = Script(changes)
-    with session(adapter, start, resizes=script, member=member, prefer="bytes", timeout_s=task.timeout_s) as elastic:
+    script, sink = Script(changes), send if task.tells else nowhere
+    with session(
+        adapter, start, resizes=script, member=member, prefer="bytes", timeout_s=task.timeout_s, sink=sink
+    ) as elastic:
         job = elastic.start(lambda job: set_initial_weights(job, recipe.seed))
         if elastic.reports and job:
             _after_change(send, job, elastic.reports[-1], folder)
@@ -70,7 +75,9 @@ def train_elastic(send: Send, task: Task, start: str, changes: Changes, folder: 
                 state = state_folder(folder, job.iteration)
                 oracle.save_rank(job, state / "before")
                 send(("saved", job.iteration, checkpoint.save(job, state / "checkpoint")))
-                job = elastic.resize(job) or elastic.start()  # without a role in the new layout: stand by
+                with phase(sink, member.device, f"to {changes[job.iteration]}"):
+                    job = elastic.resize(job)
+                job = job or elastic.start()  # without a role in the new layout: stand by
                 if job:
                     _after_change(send, job, elastic.reports[-1], folder)
                 continue

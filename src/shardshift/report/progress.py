@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -37,6 +37,8 @@ def progress_bar(console: Console | None = None) -> Iterator[Sink]:
 
     Yields:
         The sink that the bar listens with, from any thread.
+
+    A program that draws bars of its own gives one of them to a ``MoveProgress``: ``bars.update(task, **done.row)``.
     """
     console = console or Console(stderr=True)
     bar = Progress(
@@ -57,10 +59,7 @@ def progress_bar(console: Console | None = None) -> Iterator[Sink]:
         now_s = time.monotonic()
         if draw := now_s - drawn_s >= _BETWEEN_PICTURES_S:
             drawn_s = now_s
-        part, whole = done.part
-        bar.update(
-            task, description=done.title, completed=part, total=whole or None, figures=done.figures, refresh=draw
-        )
+        bar.update(task, **done.row, refresh=draw)
 
     try:
         with bar:  # draws the last picture when it closes
@@ -74,6 +73,7 @@ def progress_bar(console: Console | None = None) -> Iterator[Sink]:
 class _Share:
     """One device's part of a move."""
 
+    began_s: float
     total_bytes: int
     done_bytes: int = 0
     rounds: int = 0
@@ -86,6 +86,7 @@ class MoveProgress:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shares: dict[int, _Share] = {}
+        self._next = False  # whether the next move has been agreed on
         self._began_s = float("inf")
         self._ended_s = float("-inf")
         self.error = ""
@@ -94,13 +95,18 @@ class MoveProgress:
         """Take in an event; those of other phases say nothing."""
         with self._lock:
             match event:
+                case PhaseBegan(phase="agree"):
+                    # All agree before any moves. By times: a device of another process may be heard late.
+                    began_s = max((share.began_s for share in self._shares.values()), default=float("inf"))
+                    self._next = self._next or event.at_s > began_s
                 case PhaseBegan(phase="move"):
-                    if event.device in self._shares:  # the next move
+                    if self._next or event.device in self._shares:
                         self._shares.clear()
+                        self._next = False
                         self._began_s, self._ended_s, self.error = float("inf"), float("-inf"), ""
-                    self._shares[event.device] = _Share(event.total_bytes)
+                    self._shares[event.device] = _Share(event.at_s, event.total_bytes)
                 case RoundEnded():
-                    share = self._shares.setdefault(event.device, _Share(0))
+                    share = self._shares.setdefault(event.device, _Share(event.began_s, 0))
                     share.done_bytes += event.sent_bytes + event.received_bytes + event.copied_bytes
                     share.rounds = event.rounds
                     share.done_rounds = max(share.done_rounds, event.index + 1)  # a resumed move begins later
@@ -157,3 +163,9 @@ class MoveProgress:
         if whole:
             parts += [f"{done} of {whole} round{'s' * (whole > 1)}", f"{amount(round(self.bytes_per_s))}/s"]
         return ", ".join(parts)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The bar as ``rich.progress.Progress.update`` takes it; ``figures`` is a field for a column of text."""
+        part, whole = self.part
+        return {"description": self.title, "completed": part, "total": whole or None, "figures": self.figures}

@@ -1,9 +1,10 @@
 """A Perfetto trace of a move, for https://ui.perfetto.dev or any other reader of the format.
 
-1. A device is a track: its phases are slices on it, fences and notices instants.
+1. A device is a track: its phases are slices on it, one inside the other where they are so in time (the commit of a
+   ``Mover`` is the end of its move), fences and notices instants.
 2. Below it lie its rounds, whose arguments tell the bytes by peer, and a counter of the bytes in flight.
-3. Slices of one track must not cross, and rounds do, since two are under way at a time. So slices go to *lanes*, each
-   to the first that is free. Lanes of one name below one parent are shown as one track.
+3. Slices of one track must not cross, and rounds do, since several are under way at a time. So slices go to *lanes*,
+   each to the first that has room. Lanes of one name below one parent are shown as one track.
 4. A phase that began and did not end, as in a process that was killed, stays open.
 
 Times are those of the events, in nanoseconds of ``perf_counter``: one clock for all processes of a Linux host. Devices
@@ -15,17 +16,50 @@ Written as protobuf, by the package ``perfetto``: the old JSON format has no tra
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from ..engine.events import Event, FencePassed, Notice, PhaseBegan, PhaseEnded, RoundEnded
+from ..engine.events import Event, FencePassed, Notice, PhaseBegan, PhaseEnded, RoundEnded, Sink
+from ..values import Infeasible
 
 _ONE_WRITER: Final = 1
 """Trusted packet sequence: all packets come from one writer."""
 
 Arguments: TypeAlias = Mapping[str, "int | float | str | Mapping[str, int]"]
+
+
+@contextmanager
+def tracing(path: Path) -> Iterator[Sink]:
+    """Trace what happens inside, and write it when that is over, also if it ends by an error.
+
+    Args:
+        path: the file; what was in it is gone from the beginning.
+
+    Yields:
+        The sink to trace with.
+
+    Raises:
+        Infeasible: before anything happens, if the package ``perfetto`` is missing or the file cannot be written.
+    """
+    try:
+        _Writer()
+    except ModuleNotFoundError as missing:
+        raise Infeasible(str(missing)) from missing
+    try:
+        file = path.open("wb")
+    except OSError as error:
+        raise Infeasible(
+            f"cannot write the trace {path}: {error.strerror}; what to do: give a file in a folder that is there"
+        ) from error
+    events: list[Event] = []
+    with file:
+        try:
+            yield events.append
+        finally:
+            file.write(trace_bytes(events))
 
 
 def write_trace(path: Path, events: Iterable[Event]) -> None:
@@ -59,13 +93,18 @@ class _Slice:
     name: str
     arguments: Arguments
 
+    @property
+    def until_ns(self) -> float:
+        """When it ended, or never."""
+        return float("inf") if self.ended_ns is None else self.ended_ns
+
 
 def _write_device(writer: _Writer, device: int, events: list[Event]) -> None:
     root = writer.track(f"device {device}", rank=device)
-    for number, lane in enumerate(_lanes(_phases(events))):
+    for number, lane in enumerate(_lanes(_phases(events), nest=True)):
         writer.slices(root if number == 0 else writer.track("phases", parent=root, rank=0), lane)
     rounds = [event for event in events if isinstance(event, RoundEnded)]
-    for lane in _lanes([_round_slice(event) for event in rounds]):
+    for lane in _lanes([_round_slice(event) for event in rounds], nest=False):
         writer.slices(writer.track("rounds", parent=root, rank=1), lane)
     for event in events:
         if isinstance(event, FencePassed):
@@ -115,17 +154,21 @@ def _round_slice(event: RoundEnded) -> _Slice:
     return _Slice(_ns(event.began_s), _ns(event.ended_s), f"round {event.index}", arguments)
 
 
-def _lanes(slices: list[_Slice]) -> list[list[_Slice]]:
-    """The slices in as few lanes as they need, none of which holds two that overlap."""
+def _lanes(slices: list[_Slice], *, nest: bool) -> list[list[_Slice]]:
+    """The slices in lanes, in order of beginning. None holds two that cross; or that overlap, unless they may nest."""
     lanes: list[list[_Slice]] = []
-    for one in sorted(slices, key=lambda one: (one.began_ns, one.ended_ns is None, one.ended_ns or 0)):
-        for lane in lanes:
-            free_ns = lane[-1].ended_ns
-            if free_ns is not None and free_ns <= one.began_ns:
-                lane.append(one)
-                break
-        else:
-            lanes.append([one])
+    under_way: list[list[_Slice]] = []  # per lane the slices that are open, each inside the one before
+    for one in sorted(slices, key=lambda one: (one.began_ns, -one.until_ns)):
+        for stack in under_way:
+            while stack and stack[-1].until_ns <= one.began_ns:
+                stack.pop()
+        has_room = [not stack or (nest and one.until_ns <= stack[-1].until_ns) for stack in under_way]
+        if not any(has_room):
+            lanes.append([])
+            under_way.append([])
+        number = has_room.index(True) if any(has_room) else -1
+        lanes[number].append(one)
+        under_way[number].append(one)
     return lanes
 
 
@@ -180,11 +223,19 @@ class _Writer:
         return self._tracks
 
     def slices(self, track: int, lane: list[_Slice]) -> None:
-        """Slices that do not overlap, in order. Of packets of one time, readers keep the order in the file."""
+        """Slices in order of beginning, none of which cross. Of packets of one time, readers keep the file's order."""
+        under_way: list[_Slice] = []
+
+        def close_until(now_ns: float) -> None:
+            while under_way and under_way[-1].until_ns <= now_ns:
+                if (ended_ns := under_way.pop().ended_ns) is not None:
+                    self._event(track, ended_ns, "TYPE_SLICE_END")
+
         for one in lane:
+            close_until(one.began_ns)
             self._named(track, one.began_ns, "TYPE_SLICE_BEGIN", one.name, one.arguments)
-            if one.ended_ns is not None:
-                self._event(track, one.ended_ns, "TYPE_SLICE_END")
+            under_way.append(one)
+        close_until(float("inf"))
 
     def instant(self, track: int, at_ns: int, name: str, arguments: Arguments) -> None:
         self._named(track, at_ns, "TYPE_INSTANT", name, arguments)
