@@ -59,7 +59,7 @@ def test_a_diagnosis_names_the_silent_and_those_who_never_came() -> None:
     store = dist.HashStore()
     alive, silent = beating(store, 1), beating(store, 2)
     silent.stop()
-    lost = diagnose(Control(store, 0, 5.0), (0, 1, 2, 3), "move", "connection closed")
+    lost = diagnose(store, 0, (0, 1, 2, 3), "move", "connection closed")
     alive.stop()
     assert (lost.ranks, lost.phase) == ((2, 3), "move")
 
@@ -68,7 +68,7 @@ def test_a_diagnosis_names_who_is_alive_but_has_not_met_the_trouble() -> None:
     store = dist.HashStore()
     pulses = [beating(store, device) for device in (1, 2)]
     Control(store, 1, 5.0).publish("trouble/1", b"")
-    lost = diagnose(Control(store, 0, 5.0), (0, 1, 2), "train", "timed out")
+    lost = diagnose(store, 0, (0, 1, 2), "train", "timed out")
     for pulse in pulses:
         pulse.stop()
     assert lost.ranks == (2,)
@@ -78,7 +78,7 @@ def test_a_diagnosis_names_who_is_alive_but_has_not_met_the_trouble() -> None:
 def test_a_diagnosis_takes_over_what_is_recorded() -> None:
     store = dist.HashStore()
     record_failure(store, [7], "commit", "known")
-    assert diagnose(Control(store, 0, 5.0), (0, 1), "train", "late").ranks == (7,)
+    assert diagnose(store, 0, (0, 1), "train", "late").ranks == (7,)
 
 
 @pytest.mark.parametrize(

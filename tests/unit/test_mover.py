@@ -194,7 +194,7 @@ def test_names_that_are_one_tensor_here_and_two_there_are_refused() -> None:
             both, PlacedLayout(both.layout, (1, 0)), {"emb": emb, "head": emb.clone() if mover.device else emb}
         )
 
-    assert "device 1 holds emb, head as tensors of their own" in errors(together(range(2), work), Mismatch)
+    assert "device 1 holds param:emb, param:head as tensors of their own" in errors(together(range(2), work), Mismatch)
 
 
 def test_tensors_that_overlap_in_part_are_refused() -> None:

@@ -1,11 +1,15 @@
 """How the processes of a job agree over a store, and how they notice one that is gone."""
 
 from .agreement import opened, refusal, settle, to_record
-from .control import Control, record_failure, record_loss, stands_by
-from .pulse import Pulse, as_peer_lost, diagnose
+from .answering import AnsweringStore
+from .control import Control
+from .failure import record_failure, record_loss, stands_by
+from .pulse import Pulse, as_peer_lost
+from .signs import diagnose
 from .watch import Watch
 
 __all__ = [
+    "AnsweringStore",
     "Control",
     "Pulse",
     "Watch",

@@ -3,61 +3,26 @@
 Every wait here is bounded and ends early when a failure is recorded, so no rank is left waiting for one that is
 gone. The first failure to be recorded is the job's failure: whoever looks later reads the same ranks, phase and
 reason, so all survivors raise one and the same ``PeerLost``.
+
+Time in which the store itself does not answer counts for a second at most: others could not come, either.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
 import torch.distributed as dist
 
-from ..values import PeerLost, ShardshiftError
+from ..values import PeerLost
+from .answering import close_store
+from .failure import lost_standbys, record_failure, recorded_failure, stand_by
+from .signs import Looks, any_beats, diagnose
 
-FAILURE_KEY: Final = "failure"
-_GONE_KEY: Final = "gone"
 _FIRST_PAUSE_S: Final = 0.0005
 _LONGEST_PAUSE_S: Final = 0.02
-
-
-def record_failure(store: dist.Store, ranks: Iterable[int], phase: str, reason: str) -> PeerLost:
-    """Record the job's failure, unless one is recorded already, and return the recorded one."""
-    lost = PeerLost(ranks, phase, reason)
-    first = store.compare_set(FAILURE_KEY, "", lost.to_wire())
-    return _failure(first)
-
-
-def record_loss(store: dist.Store, device: int, phase: str, reason: str) -> PeerLost | None:
-    """Record that one device is lost: the job's failure, unless it stood by and nobody needs it."""
-    if store.check([_standby(device)]):
-        store.append(_GONE_KEY, f"{device},")  # type: ignore[attr-defined]  # the stub lacks it
-        return None
-    return record_failure(store, [device], phase, reason)
-
-
-def stands_by(store: dist.Store, device: int) -> bool:
-    """Whether a device says of itself that it stands by."""
-    return store.check([_standby(device)])
-
-
-def _of(topic: str, member: int) -> str:
-    return f"{topic}/{member}"
-
-
-def _standby(device: int) -> str:
-    return f"standby/{device}"
-
-
-def _left(device: int) -> str:
-    return f"left/{device}"
-
-
-def _failure(wire: bytes) -> PeerLost:
-    error = ShardshiftError.from_wire(wire.decode())
-    assert isinstance(error, PeerLost)
-    return error
 
 
 class Control:
@@ -74,9 +39,13 @@ class Control:
         self.device = device
         self.timeout_s = timeout_s
 
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        close_store(self.store)
+
     def failure(self) -> PeerLost | None:
         """The job's failure, if one is recorded."""
-        return _failure(self.store.get(FAILURE_KEY)) if self.store.check([FAILURE_KEY]) else None
+        return recorded_failure(self.store)
 
     def publish(self, key: str, content: bytes) -> None:
         """Put a record where others can ``fetch`` it."""
@@ -84,16 +53,11 @@ class Control:
 
     def stand_by(self, stands: bool) -> None:
         """Say that this process stands by, so that its loss hurts nobody; or that it is needed from now on."""
-        if stands:
-            self.publish(_standby(self.device), b"")
-        else:
-            self.store.delete_key(_standby(self.device))
+        stand_by(self.store, self.device, stands)
 
     def gone(self) -> set[int]:
         """The devices that were lost while they stood by."""
-        if not self.store.check([_GONE_KEY]):
-            return set()
-        return {int(device) for device in self.store.get(_GONE_KEY).decode().split(",") if device}
+        return lost_standbys(self.store)
 
     def leave(self, devices: int) -> None:
         """Say that this process needs the store no more.
@@ -134,13 +98,19 @@ class Control:
     def gather(self, topic: str, members: Collection[int], content: bytes, phase: str) -> dict[int, bytes]:
         """Give a record and collect those of all members; a barrier among them.
 
+        Of several that do not come, some may only be waiting for the one that is lost: who shows life is not named if
+        another does not. To tell takes 3 s.
+
         Raises:
             PeerLost: if the job fails meanwhile, or a member did not come in time; it names which.
         """
         self.publish(_of(topic, self.device), content)
         if not self._await([_of(topic, member) for member in members], self.timeout_s):
             missing = [member for member in members if not self.store.check([_of(topic, member)])]
-            raise record_failure(self.store, missing, phase, f"did not come to '{topic}' within {self.timeout_s:.0f} s")
+            reason = f"did not come to '{topic}' within {self.timeout_s:.0f} s"
+            if len(missing) > 1 and any_beats(self.store, missing):
+                raise diagnose(self.store, self.device, missing, phase, reason)
+            raise record_failure(self.store, missing, phase, reason)
         return self.collect(topic, members)
 
     def collect(self, topic: str, members: Collection[int]) -> dict[int, bytes]:
@@ -162,8 +132,8 @@ class Control:
         Looking rather than ``store.wait``, since one wait cannot end for either of two reasons, and c10d writes a
         warning for each wait that it ends by a timeout.
         """
-        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
-        while time.monotonic() < deadline:
+        looks, pause_s = Looks(), _FIRST_PAUSE_S
+        while looks.look() < timeout_s:
             lost = self.failure()
             yield  # after the failure was read: what was there before the job failed still counts, on every rank alike
             if lost is not None:
@@ -171,3 +141,11 @@ class Control:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
         yield
+
+
+def _of(topic: str, member: int) -> str:
+    return f"{topic}/{member}"
+
+
+def _left(device: int) -> str:
+    return f"left/{device}"

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from ..values import PeerLost
-from .control import Control, record_loss
+from .answering import close_store
+from .control import Control
+from .failure import record_loss
 from .pulse import Pulse, as_peer_lost
+
+
+@dataclass(slots=True)
+class _Doing:
+    """What a process is doing. An object of its own: the pulse looks at it, and must not keep the watch alive."""
+
+    phase: str = "start"
 
 
 class Watch:
@@ -18,17 +28,23 @@ class Watch:
     Args:
         control: this process's end of the control plane; its store is cloned for the pulse's thread.
         devices: whose loss is this process's loss too, until ``concern`` says otherwise.
-
-    Attributes:
-        phase: what this process is doing, in the words of ``PeerLost``.
     """
 
     def __init__(self, control: Control, devices: Iterable[int]) -> None:
-        self.phase = "start"
         self._control = control
+        self._doing = doing = _Doing()
         self._concerned = tuple(devices)
-        store = control.store.clone()  # type: ignore[attr-defined]  # the stub lacks it
-        self._pulse = Pulse(store, control.device, control.timeout_s, lambda: self.phase)
+        self._store = control.store.clone()  # type: ignore[attr-defined]  # the stub lacks it
+        self._pulse = Pulse(self._store, control.device, control.timeout_s, lambda: doing.phase)
+
+    @property
+    def phase(self) -> str:
+        """What this process is doing, in the words of ``PeerLost``."""
+        return self._doing.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._doing.phase = phase
 
     def start(self) -> None:
         """Show from now on that this process lives."""
@@ -37,6 +53,7 @@ class Watch:
     def stop(self) -> None:
         """Nobody depends on this process any more, nor it on anybody."""
         self._pulse.stop()
+        close_store(self._store)
 
     def concern(self, devices: Sequence[int]) -> None:
         """From now on the loss of one of these devices is this process's loss too, and of no other."""

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ..adapters import Adapter, Place
 from ..adapters.protocol import J
-from ..coordination import Control, Watch
+from ..coordination import AnsweringStore, Control, Watch
 from ..engine.events import Notice, Sink, guarded, nowhere, phase
 from ..transport import Transport, connect
 from ..values import Infeasible, Mismatch, ParallelConfig, PeerLost, ShardshiftError
@@ -67,7 +67,9 @@ class Session(Generic[J]):
         self._started = False
         self._job: J | None = None
         self._prepared: Prepared[J] | None = None
-        self._control = Control(member.store, member.device, settings.timeout_s)
+        self._control = Control(
+            AnsweringStore.over(member.store, settings.timeout_s), member.device, settings.timeout_s
+        )
         self._watch = Watch(self._control, range(member.topology.devices))
         self._transport: Transport | None = None
 
@@ -106,6 +108,7 @@ class Session(Generic[J]):
             self._close(graceful=graceful)
         if graceful:
             self._control.leave(self._member.topology.devices)
+        self._control.close()
 
     def start(self, initial: Callable[[J], None] | None = None) -> J | None:
         """Begin to train, or stand by until a change of layout gives this process a role.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,18 +16,18 @@ import torch
 from ..coordination import opened, refusal, settle, to_record
 from ..plan import Plan, make_plan
 from ..schedule import Epoch, Program, Schedule, peak_of
-from ..values import Layout, Mismatch, PlacedLayout, Shard, ShardshiftError, Topology
-from .aliases import exact_aliases, storages
-from .checksum import checksum
+from ..values import Layout, PlacedLayout, Shard, ShardshiftError, Topology
+from .aliases import storages
 from .events import phase
 from .journal import Journal, check_live, check_tensor
 from .line import Line
 from .memory import available_bytes
 from .named import by_shard, names_of
 from .pages import Pages
-from .readiness import Policy, check_alike, choose_policy, shared_storages, ties
+from .readiness import Policy, check_alike, choose_policy, shared_storages
 from .replicas import Copies, differing, refuse_differing
-from .run import run_program
+from .run import Move
+from .ties import Ties, agreed_ties, check_ties, tied_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +56,14 @@ class Agreed:
     Attributes:
         schedule: of the plan, under the policy that was chosen.
         program: this device's.
-        ties: names that stand for one tensor, by groups.
+        move: what it does about it; prepared already under ``keep``.
+        ties: tensors that stand for one, by groups.
     """
 
     schedule: Schedule
     program: Program
-    ties: tuple[tuple[str, ...], ...]
+    move: Move
+    ties: Ties
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +83,7 @@ class Interrupted:
 class _Ready:
     schedule: Schedule
     program: Program
+    move: Move
     copies: Copies
     answer: bytes
 
@@ -150,12 +152,13 @@ class Attempt:
                 details = ready.copies.details(sources, suspects)
                 refuse_differing(self._settle("copies", to_record(**details), "agree"))
             plan = ready.schedule.plan
-            tied = ties(plan, records)
+            tied = agreed_ties(plan, records)
             if choose_policy(records) == "keep":
-                return Agreed(ready.schedule, ready.program, tied)
+                return Agreed(ready.schedule, ready.program, ready.move, tied)
             shared = shared_storages(plan, records)
             release = Schedule.of(plan, self._terms.staging_bytes, policy="release", storages=shared)
-            return Agreed(release, _program(release, self._device), tied)
+            program = _program(release, self._device)
+            return Agreed(release, program, self._move(program, sources), tied)
 
     def stay(self, layout: PlacedLayout, state: Mapping[str, torch.Tensor]) -> None:
         """Agree that nothing has to move: the state is in the layout that was asked for, on every device.
@@ -177,12 +180,13 @@ class Attempt:
                 answer = refusal(error)
             check_alike(self._settle("ready", answer, "agree"))
 
-    def carry_out(self, agreed: Agreed, sources: MutableMapping[Shard, torch.Tensor]) -> dict[Shard, torch.Tensor]:
+    def carry_out(self, agreed: Agreed, state: MutableMapping[str, torch.Tensor]) -> dict[Shard, torch.Tensor]:
         """Move and commit.
 
         Args:
-            agreed: what to do.
-            sources: this device's tensors; under ``release`` nobody else may hold them, and it is emptied on the way.
+            agreed: what to do. Under ``release`` nobody else may hold the tensors that ``agree`` was given, and the
+                mapping is emptied on the way.
+            state: the same by name; emptied at once under ``release``.
 
         Raises:
             PeerLost: if a device is gone.
@@ -191,52 +195,54 @@ class Attempt:
 
         After an error under ``release`` its ``journal`` is an ``Interrupted``.
         """
-        schedule, journal = agreed.schedule, Journal(agreed.program, sources)
+        schedule, journal = agreed.schedule, agreed.move.journal
         try:
-            return self._run(agreed, journal)
-        except Exception as error:
+            if schedule.policy == "release":
+                state.clear()
+            return self._run(agreed)
+        except BaseException as error:  # an interrupt from the keyboard, too, leaves what to resume from
             if schedule.policy == "release":
                 with suppress(AttributeError):  # an exception that takes no attributes
                     error.journal = Interrupted(schedule, journal)  # type: ignore[attr-defined]
             raise
 
-    def _run(self, agreed: Agreed, journal: Journal) -> dict[Shard, torch.Tensor]:
-        line, last, pages = self._line, agreed.schedule.epochs - 1, Pages()
-        assert line.transport is not None
+    def _run(self, agreed: Agreed) -> dict[Shard, torch.Tensor]:
+        last, journal = agreed.schedule.epochs - 1, agreed.move.journal
         asked = False  # whether the others have heard, or said, what is raised
 
         def fence(epoch: int) -> None:
             nonlocal asked
             if epoch == last:
-                _check_ties(agreed, journal.targets, self._device)
+                check_ties(agreed.ties, journal.targets)
             asked = True
             with self._phase("commit" if epoch == last else "fence"):
                 self._settle(f"fence/{epoch}", to_record(), "commit" if epoch == last else "move")
             asked = False
 
-        def allocate(shard: Shard) -> torch.Tensor:
-            return pages.empty(shard.region.shape, getattr(torch, shard.tensor.dtype), self._memory)
-
         with self._phase("move", agreed.program.work_bytes):
             try:
-                return run_program(
-                    journal,
-                    line.transport,
-                    staging_bytes=self._terms.staging_bytes,
-                    allocate=allocate,
-                    pages=pages,
-                    timeout_s=line.timeout_s,
-                    fence=fence,
-                    verify=self._terms.verify,
-                    sink=line.sink,
-                )
+                return agreed.move.run(fence)
             except ShardshiftError as error:
                 if not asked:  # the others are on their way to the fence, and hear of it there
                     self._settle(f"fence/{journal.fences}", refusal(error), "move")
                 raise
             except Exception as error:
-                line.watch.fail(error)  # the others wait for this device's bytes, or this one for theirs
+                self._line.watch.fail(error)  # the others wait for this device's bytes, or this one for theirs
                 raise
+
+    def _move(self, program: Program, sources: MutableMapping[Shard, torch.Tensor]) -> Move:
+        line, pages = self._line, Pages()
+        assert line.transport is not None
+        return Move(
+            Journal(program, sources),
+            line.transport,
+            staging_bytes=self._terms.staging_bytes,
+            allocate=lambda shard: pages.empty(shard.region.shape, getattr(torch, shard.tensor.dtype), self._memory),
+            pages=pages,
+            timeout_s=line.timeout_s,
+            verify=self._terms.verify,
+            sink=line.sink,
+        )
 
     def _ready(self, plan: Plan | Exception, sources: MutableMapping[Shard, torch.Tensor]) -> _Ready:
         """What this device says of itself; raises what is wrong."""
@@ -245,27 +251,32 @@ class Attempt:
         terms, device = self._terms, self._device
         schedule, copies = Schedule.of(plan, terms.staging_bytes), Copies(plan, device)
         program = _program(schedule, device)
+        names_of(plan.curr.shards_on(device))  # no two of them may have one name
         check_live(program, sources)
+        move = self._move(program, sources)
+        peak_bytes = peak_of(program, plan.prev.shards_on(device)).beside_prev_bytes
+        # Processes on CPU share the machine's memory; a GPU has its own.
+        free_bytes = available_bytes() // (1 if torch.cuda.is_available() else len(self._line.devices))
+        if terms.policy == "keep" or (terms.policy == "auto" and peak_bytes <= free_bytes):
+            move.prepare()  # with small pieces that takes as long as the wire, and here all do it at once
         answer = to_record(
             **asdict(terms),
             **self._sharing(plan, sources),
             digest=plan.digest,
             generation=self._generation,
-            peak_bytes=peak_of(program, plan.prev.shards_on(device)).beside_prev_bytes,
-            # Processes on CPU share the machine's memory; a GPU has its own.
-            free_bytes=available_bytes() // (1 if torch.cuda.is_available() else len(self._line.devices)),
+            peak_bytes=peak_bytes,
+            free_bytes=free_bytes,
             copies=copies.digests(sources) if terms.compare_copies else {},
         )
-        return _Ready(schedule, program, copies, answer)
+        return _Ready(schedule, program, move, copies, answer)
 
-    def _sharing(self, plan: Plan, sources: MutableMapping[Shard, torch.Tensor]) -> dict[str, list[list[object]]]:
-        """Which tensors share memory here, by their numbers in the layout, and which names stand for one tensor."""
-        names = names_of(plan.prev.shards_on(self._device))
-        live = {name: sources[shard] for name, shard in names.items()}
+    def _sharing(self, plan: Plan, sources: MutableMapping[Shard, torch.Tensor]) -> dict[str, list[list[int]]]:
+        """Which tensors share memory here, and which are one, by their numbers in the layout."""
         number = {tensor: index for index, tensor in enumerate(plan.prev.layout.tensors)}
-        shared = {tuple(sorted({number[names[name].tensor] for name in group})) for group in storages(live)}
+        live = {shard: sources[shard] for shard in plan.prev.shards_on(self._device)}
+        shared = {tuple(sorted({number[shard.tensor] for shard in group})) for group in storages(live)}
         return {
-            "ties": [list(group) for group in exact_aliases(live)],
+            "ties": [[number[tensor] for tensor in group] for group in tied_here(live)],
             "storages": [list(group) for group in sorted(shared) if len(group) > 1],
         }
 
@@ -283,19 +294,3 @@ def _program(schedule: Schedule, device: int) -> Program:
     if device in schedule.plan.devices:
         return schedule.program(device)
     return Program(device, (), (Epoch(),) * schedule.epochs, schedule.plan.digest)
-
-
-def _check_ties(agreed: Agreed, targets: MutableMapping[Shard, torch.Tensor], device: int) -> None:
-    """Before the commit: what is to be one tensor must have arrived as equal ones."""
-    if not agreed.ties:
-        return
-    shards = names_of(agreed.schedule.plan.curr.shards_on(device))
-    for group in agreed.ties:
-        here = [name for name in group if name in shards]
-        for first, other in pairwise(here):
-            one, two = targets[shards[first]], targets[shards[other]]
-            if one is not two and checksum(one) != checksum(two):
-                raise Mismatch(
-                    f"{first} and {other} are one tensor on one device, and other devices hold different bits under "
-                    "the two names; nothing was committed. What to do: make them equal, or untie them everywhere"
-                )

@@ -11,19 +11,18 @@ interrupted are one again from here on, provided that their bits are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from ..plan import Plan
 from ..schedule.resume import Direction, resume_plan
-from ..values import Mismatch, PlacedLayout, Region, Shard, Tensor
+from ..values import Mismatch, PlacedLayout, Shard, Tensor
 from .attempt import Agreed, Interrupted
 from .checksum import checksum
-from .named import names_of
+from .ties import Ties, pairs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +33,10 @@ class Left(Interrupted):
         tied: tensors that stand for one, by groups.
     """
 
-    tied: tuple[tuple[Tensor, ...], ...] = ()
+    tied: Ties = ()
 
     @classmethod
-    def by(cls, interrupted: Interrupted, agreed: Agreed, before: Iterable[tuple[Tensor, ...]] = ()) -> Left:
+    def by(cls, interrupted: Interrupted, agreed: Agreed, before: Ties = ()) -> Left:
         """With the ties of the move.
 
         Args:
@@ -45,15 +44,7 @@ class Left(Interrupted):
             agreed: what was agreed on.
             before: ties that an earlier move had left.
         """
-        plan, device = agreed.schedule.plan, interrupted.journal.program.device
-        whole = [Shard(tensor, Region.whole(tensor.shape)) for tensor in plan.curr.layout.tensors]
-        tensors = {
-            name: shard.tensor
-            for shards in (whole, plan.prev.shards_on(device), plan.curr.shards_on(device))
-            for name, shard in names_of(shards).items()
-        }
-        groups = (dict.fromkeys(tensors[name] for name in group if name in tensors) for group in agreed.ties)
-        return cls(interrupted.schedule, interrupted.journal, (*before, *map(tuple, groups)))
+        return cls(interrupted.schedule, interrupted.journal, (*before, *agreed.ties))
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -86,7 +77,7 @@ class Left(Interrupted):
         direction, plan = resume_plan(self.schedule, fences, lost, to, finished=finished)
         sources = self._tensors(plan.prev.shards_on(self.journal.program.device))
         for group in self.tied:
-            for one_of, other in _pairs(group, sources):
+            for one_of, other in pairs(group, sources):
                 if sources[one_of] is not sources[other] and checksum(sources[one_of]) != checksum(sources[other]):
                     raise Mismatch(
                         f"{one_of} and {other} were one tensor, and have arrived with different bits; nothing was "
@@ -99,7 +90,7 @@ class Left(Interrupted):
         """Make those one again that were, by name."""
         by_shard = {shard: name for name, shard in names.items()}
         for group in self.tied:
-            for one, other in _pairs(group, by_shard):
+            for one, other in pairs(group, by_shard):
                 first, second = by_shard[one], by_shard[other]
                 if state[first] is not state[second] and checksum(state[first]) == checksum(state[second]):
                     state[second] = state[first]
@@ -125,13 +116,3 @@ class Left(Interrupted):
                 "moved. What to do: give the journal of the last error; one is used up when what it is given to moves"
             ) from None
         return found
-
-
-def _pairs(group: tuple[Tensor, ...], shards: Iterable[Shard]) -> Iterator[tuple[Shard, Shard]]:
-    """Shards of one region of tensors that stand for one, two by two."""
-    by_region: dict[Region, list[Shard]] = {}
-    for shard in shards:
-        if shard.tensor in group:
-            by_region.setdefault(shard.region, []).append(shard)
-    for alike in by_region.values():
-        yield from pairwise(alike)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-from ..coordination import Control, Watch
+from ..coordination import AnsweringStore, Control, Watch
 from ..transport import Transport, connect
 from .events import Notice, Sink, guarded
 
@@ -44,7 +44,7 @@ class Line:
         self, store: dist.Store, device: int, devices: Sequence[int], kind: Kind, timeout_s: float, sink: Sink
     ) -> None:
         self.device, self.devices, self.timeout_s, self.sink = device, tuple(sorted(devices)), timeout_s, guarded(sink)
-        self.control = Control(store, device, timeout_s)
+        self.control = Control(AnsweringStore.over(store, timeout_s), device, timeout_s)
         self.watch = Watch(self.control, self.devices)
         self.transport: Transport | None = None
         try:
@@ -66,6 +66,7 @@ class Line:
         transport, self.transport = self.transport, None
         if transport is not None:
             transport.close()
+        self.control.close()
 
     def _say(self, text: str) -> None:
         self.sink(Notice(self.device, text, time.perf_counter()))

@@ -19,15 +19,15 @@ without the lost devices, ``resume`` brings the state into a layout again, forwa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
 
-from ..coordination import refusal, settle, to_record
+from ..coordination import Control, refusal, settle, to_record
 from ..plan import Plan, make_plan
 from ..plan.summary import STAGING_BYTES
 from ..schedule import Direction
@@ -38,7 +38,6 @@ from ..values import (
     PlacedLayout,
     Shard,
     ShardshiftError,
-    Tensor,
     Topology,
 )
 from .attempt import Agreed, Attempt, Interrupted, Terms
@@ -47,6 +46,10 @@ from .left import Left
 from .line import Kind, Line
 from .named import by_shard, names_of
 from .readiness import POLICIES, Policy
+from .ties import Ties, tie
+
+_MEETING_S: Final = 60.0
+_LATE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +81,8 @@ class Mover:
         transport: ``auto``, ``gloo``, ``same-host`` or ``nccl``; see ``shardshift.transport.connect``. Or a function of
             (store, device, devices) that gives a transport.
         staging_bytes: the most that a device stages at any time, for sending and receiving together.
-        timeout_s: the longest that meeting, a round or an agreement may take.
+        timeout_s: the longest that a round or an agreement may take. For all to be there at first, a minute if that is
+            longer.
         memory: where new tensors are made; tensors of one job are all there.
         sink: takes the events of all moves.
 
@@ -104,6 +108,8 @@ class Mover:
         memory: torch.device | str = "cpu",
         sink: Sink = nowhere,
     ) -> None:
+        if timeout_s <= 0:
+            raise Infeasible(f"a timeout of {timeout_s} s gives nobody time; what to do: give some seconds")
         if device not in devices:
             raise Infeasible(f"device {device} is not among the devices {tuple(devices)}; what to do: name all of them")
         self.device, self.generation = device, 0
@@ -111,7 +117,7 @@ class Mover:
         self._staging_bytes, self._timeout_s, self._sink = staging_bytes, timeout_s, sink
         self._memory = torch.device(memory)
         self._era = self._attempts = 0
-        self._line = self._open(devices)
+        self._line = self._open(devices, max(timeout_s, _MEETING_S))
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +141,7 @@ class Mover:
 
         Raises:
             Infeasible: if this device is among them, or none is.
-            PeerLost: if not all survivors come in time.
+            PeerLost: if not all survivors come within ``timeout_s`` + 10 s.
         """
         survivors = [device for device in self.devices if device not in lost]
         if self.device not in survivors or len(survivors) == len(self.devices):
@@ -145,7 +151,8 @@ class Mover:
             )
         self._line.close()
         self._era += 1
-        self._line = self._open(survivors)
+        # The last survivor hears of the loss when the move times out on it; the first may have come here at once.
+        self._line = self._open(survivors, self._timeout_s + _LATE_S)
 
     def move(
         self,
@@ -205,9 +212,7 @@ class Mover:
                 found = dict(state)
             else:
                 agreed = attempt.agree(plan, sources)
-                if agreed.schedule.policy == "release":
-                    state.clear()
-                found = self._finish(attempt, agreed, sources)
+                found = self._finish(attempt, agreed, state)
             if policy == "release":
                 state.clear()  # where nothing moved as well
             return found
@@ -293,7 +298,7 @@ class Mover:
             raise
         left.journal.hand_over()
         with self._line.watch.peers():
-            state = self._finish(attempt, agreed, sources, left.tied)
+            state = self._finish(attempt, agreed, {}, left.tied)
         left.tie(names_of(agreed.schedule.plan.curr.shards_on(self.device)), state)
         return Resumed(direction, agreed.schedule.plan.curr, state)
 
@@ -317,26 +322,24 @@ class Mover:
         self,
         attempt: Attempt,
         agreed: Agreed,
-        sources: dict[Shard, torch.Tensor],
-        tied: Iterable[tuple[Tensor, ...]] = (),
+        state: MutableMapping[str, torch.Tensor],
+        tied: Ties = (),
     ) -> dict[str, torch.Tensor]:
         try:
-            targets = attempt.carry_out(agreed, sources)
-        except Exception as error:
+            targets = attempt.carry_out(agreed, state)
+        except BaseException as error:
             interrupted = getattr(error, "journal", None)
             if isinstance(interrupted, Interrupted):
                 error.journal = Left.by(interrupted, agreed, tied)  # type: ignore[attr-defined]
             raise
         self.generation += 1
-        state = {
-            name: targets[shard] for name, shard in names_of(agreed.schedule.plan.curr.shards_on(self.device)).items()
-        }
-        for group in agreed.ties:
-            here = [name for name in group if name in state]
-            state |= {name: state[here[0]] for name in here}
-        return state
+        tie(agreed.ties, targets, {refer.shard for refer in agreed.program.refers})
+        names = names_of(agreed.schedule.plan.curr.shards_on(self.device))
+        return {name: targets[shard] for name, shard in names.items()}
 
     def _attempt(self, policy: Policy, *, may_release: bool, verify: bool, compare_copies: bool) -> Attempt:
+        if self._line.transport is None:
+            raise Mismatch("this mover is closed; nothing was moved. What to do: make a new one, on every device")
         self._attempts += 1
         terms = Terms(policy, may_release, verify, compare_copies, self._staging_bytes)
         return Attempt(self._line, f"move/{self._attempts}", self.generation, terms, self._memory)
@@ -352,7 +355,9 @@ class Mover:
             )
         return PlacedLayout(layout, tuple(devices[: layout.world_size]))
 
-    def _open(self, devices: Sequence[int]) -> Line:
+    def _open(self, devices: Sequence[int], meeting_s: float) -> Line:
         members = ",".join(map(str, sorted(devices)))
         store = dist.PrefixStore(f"era/{self._era}/{members}", self._store)
+        # Who is late is not lost, so this has a limit of its own; of whom that concerns, all are there afterwards.
+        Control(dist.PrefixStore("meeting", store), self.device, meeting_s).gather("here", devices, b"", "start")
         return Line(store, self.device, devices, self._kind, self._timeout_s, self._sink)

@@ -6,12 +6,11 @@ raises the same error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 from ..plan import Plan
 from ..values import Infeasible, Mismatch, Tensor
-from .named import names_of
 
 Policy: TypeAlias = Literal["auto", "keep", "release"]
 POLICIES: Final = ("auto", "keep", "release")
@@ -77,37 +76,3 @@ def shared_storages(plan: Plan, records: Records) -> tuple[tuple[Tensor, ...], .
     tensors = plan.prev.layout.tensors
     groups = {tuple(group) for record in records.values() for group in record["storages"]}
     return tuple(tuple(tensors[index] for index in group) for group in sorted(groups))
-
-
-def ties(plan: Plan, records: Records) -> tuple[tuple[str, ...], ...]:
-    """Names that stand for one tensor, by groups: what is one on a device that has both must stay one.
-
-    Raises:
-        Mismatch: if a device holds two of a group as tensors of their own, or the new layout cuts them differently.
-    """
-    groups = _joined(tuple(group) for _, record in sorted(records.items()) for group in record["ties"])
-    for group in groups:
-        for device, record in sorted(records.items()):
-            held = names_of(plan.prev.shards_on(device)).keys() & set(group)
-            if len(held) > 1 and not any(held <= set(own) for own in record["ties"]):
-                raise Mismatch(
-                    f"device {device} holds {', '.join(sorted(held))} as tensors of their own, another device as one; "
-                    "nothing was moved. What to do: tie them on all devices, or on none"
-                )
-        for device in plan.curr.devices:
-            shards = names_of(plan.curr.shards_on(device))
-            if len({shards[name].region for name in group if name in shards}) > 1:
-                raise Mismatch(
-                    f"{', '.join(group)} are one tensor, but the new layout gives device {device} different regions of "
-                    "them; nothing was moved. What to do: cut tied tensors alike"
-                )
-    return groups
-
-
-def _joined(groups: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """Groups that have a member in common, as one."""
-    joined: list[set[str]] = []
-    for group in groups:
-        touching = [other for other in joined if not other.isdisjoint(group)]
-        joined = [other for other in joined if other not in touching] + [set(group).union(*touching)]
-    return tuple(sorted(tuple(sorted(group)) for group in joined))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..plan.summary import STAGING_BYTES
-from ..values import Layout, PlacedLayout, Topology
+from ..values import Infeasible, Layout, PlacedLayout, Topology
 from .events import Sink, nowhere
 from .line import Kind
 from .mover import Mover
@@ -94,6 +94,10 @@ def mover_of(
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise RuntimeError("there is no process group; call torch.distributed.init_process_group, or give a group")
+    if not isinstance(group, dist.ProcessGroup):
+        raise Infeasible(
+            "this rank is not in the group; what to do: call this on the ranks of the group only, as any collective"
+        )
     store, device = group.get_group_store(), group.rank()
     # Each rank counts its own calls, so that no two share records; ranks call alike, so they count alike.
     call = store.add(f"shardshift/calls/{device}", 1)

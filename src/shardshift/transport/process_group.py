@@ -12,14 +12,19 @@ than it has room for. NCCL has rules of its own: see ``nccl``.
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from .protocol import Message, Pending, TransportError
+
+T = TypeVar("T")
 
 _TAG = 0  # gloo matches messages of one tag in order, which is all that the protocol promises
 _LEAST_WAIT_S = 0.001
@@ -56,16 +61,20 @@ class ProcessGroupTransport:
         Raises:
             TransportError: if the devices did not all come within ``timeout_s``.
         """
-        ids = device_ids(device, devices)
-        try:
+        ids, limit = device_ids(device, devices), timedelta(seconds=timeout_s)
+
+        def meet() -> Any:
             # The raw class is what dist.init_process_group makes too; only its stub lacks the base class.
-            group = dist.ProcessGroupGloo(store, ids.index(device), len(ids), timedelta(seconds=timeout_s))
+            group = dist.ProcessGroupGloo(store, ids.index(device), len(ids), limit)
             # One that closes at once would break the connecting of those that are not done with it.
             store.set(f"connected/{device}", "")
-            store.wait([f"connected/{one}" for one in ids], timedelta(seconds=timeout_s))
-        except RuntimeError as error:
+            store.wait([f"connected/{one}" for one in ids], limit)
+            return group
+
+        try:
+            return cls(_within(timeout_s, meet), ids)
+        except (RuntimeError, TimeoutError) as error:
             raise TransportError(f"device {device} did not meet the other {len(ids) - 1}: {error}") from error
-        return cls(group, ids)  # type: ignore[arg-type]
 
     @property
     def device(self) -> int:
@@ -96,6 +105,32 @@ class ProcessGroupTransport:
         group, self._group = self._group, None
         if group is not None:
             group.shutdown()
+
+
+def _within(limit_s: float, make: Callable[[], T]) -> T:
+    """What ``make`` gives, in another thread, which is left to itself if it takes longer.
+
+    gloo tries five times to connect with a peer that died after it had said where it is, each time for its whole limit.
+
+    Raises:
+        TimeoutError: if it takes longer.
+    """
+    done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((make(), None))
+        except BaseException as error:
+            done.put((None, error))
+
+    threading.Thread(target=run, name="shardshift-meet", daemon=True).start()
+    try:
+        made, error = done.get(timeout=limit_s)
+    except queue.Empty:
+        raise TimeoutError(f"not within {limit_s:g} s") from None
+    if error is not None:
+        raise error
+    return cast(T, made)
 
 
 class _PendingWorks:

@@ -8,7 +8,8 @@ that one conformance suite (``tests/transport/conformance.py``) holds every impl
    no tags, since NCCL has none.
 3. ``Pending.complete`` returns only when every posted byte has landed and every sent buffer may be reused. Only that
    says so: ``wait`` may return before, as ``Work.wait`` does on NCCL, where it orders a stream and no more.
-4. A peer that is gone, or a ``complete`` longer than allowed, raises ``TransportError``; it never hangs.
+4. A peer that is gone, or a ``complete`` longer than allowed, raises ``TransportError``; it never hangs. The error says
+   "device 0 with device 3", which is how it is found out who is to blame.
 5. Both ends of a message say how many bytes it has. How these are cut into parts is each end's own affair.
 """
 

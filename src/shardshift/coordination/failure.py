@@ -1,0 +1,62 @@
+"""The job's failure: the first that anybody records in the store. Whoever looks later reads the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import torch.distributed as dist
+
+from ..values import PeerLost, ShardshiftError
+
+_FAILURE_KEY: Final = "failure"
+_GONE_KEY: Final = "gone"
+
+
+def recorded_failure(store: dist.Store) -> PeerLost | None:
+    """The job's failure, if one is recorded."""
+    return _opened(store.get(_FAILURE_KEY)) if store.check([_FAILURE_KEY]) else None
+
+
+def record_failure(store: dist.Store, ranks: Iterable[int], phase: str, reason: str) -> PeerLost:
+    """Record the job's failure, unless one is recorded already, and return the recorded one."""
+    lost = PeerLost(ranks, phase, reason)
+    return _opened(store.compare_set(_FAILURE_KEY, "", lost.to_wire()))
+
+
+def record_loss(store: dist.Store, device: int, phase: str, reason: str) -> PeerLost | None:
+    """Record that one device is lost: the job's failure, unless it stood by and nobody needs it."""
+    if stands_by(store, device):
+        store.append(_GONE_KEY, f"{device},")  # type: ignore[attr-defined]  # the stub lacks it
+        return None
+    return record_failure(store, [device], phase, reason)
+
+
+def lost_standbys(store: dist.Store) -> set[int]:
+    """The devices that were lost while they stood by."""
+    if not store.check([_GONE_KEY]):
+        return set()
+    return {int(device) for device in store.get(_GONE_KEY).decode().split(",") if device}
+
+
+def stand_by(store: dist.Store, device: int, stands: bool) -> None:
+    """Say that a device stands by, so that its loss hurts nobody; or that it is needed from now on."""
+    if stands:
+        store.set(_standby(device), "")
+    else:
+        store.delete_key(_standby(device))
+
+
+def stands_by(store: dist.Store, device: int) -> bool:
+    """Whether a device says of itself that it stands by."""
+    return store.check([_standby(device)])
+
+
+def _standby(device: int) -> str:
+    return f"standby/{device}"
+
+
+def _opened(wire: bytes) -> PeerLost:
+    error = ShardshiftError.from_wire(wire.decode())
+    assert isinstance(error, PeerLost)
+    return error
