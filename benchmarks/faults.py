@@ -10,128 +10,40 @@ the survivors hold, element by element, which know nothing of plans.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
-import multiprocessing as mp
 import os
 import pickle
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
-from _state import coded, dtype_of
+from _repeats import MOVES, Open, differ, repeated, slope_kib
+from _victims import BOUND_S, MODEL, TIMEOUT_S, Case, Fault, accounts_of
 
-from shardshift.engine import Event, Interrupted, Mover, names_of
-from shardshift.engine.events import FencePassed, PhaseBegan, RoundEnded
-from shardshift.models import Catalogue, Model
 from shardshift.report.bench import Row
-from shardshift.transport import Message, Pending, Transport, connect
-from shardshift.values import Infeasible, Layout, PeerLost, PlacedLayout, Region, Shard, ShardshiftError, StateLost
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
-TIMEOUT_S: Final = 5.0
-MEETING: Final = timedelta(seconds=60)
-"""For all processes to be there, which is not what is tried: on a busy machine some come late."""
-BOUND_S: Final = TIMEOUT_S + 5.0
-"""Within which every survivor has to raise."""
-STAGING_BYTES: Final = 768 << 10
-AT_ONCE: Final = 6
-MODEL: Final = Model.from_dimensions(layers=4, hidden=64, heads=4, vocab=128, positions=32)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What is moved, and what may be lost.
-
-    Attributes:
-        prev: configuration before.
-        curr: configuration after.
-        policy: ``keep`` or ``release``.
-        redundant: whether every byte has two holders before and after, so that no single loss may cost one.
-    """
-
-    prev: str
-    curr: str
-    policy: str
-    redundant: bool
-
-    def __str__(self) -> str:
-        holders = "two holders" if self.redundant else "single holders"
-        return f"{self.prev} to {self.curr}, {self.policy}, {holders}"
-
-    @property
-    def layouts(self) -> tuple[PlacedLayout, PlacedLayout]:
-        """Before and after, rank r on device r."""
-        catalogue = Catalogue.of(MODEL)
-        before, after = (catalogue.layout(config) for config in (self.prev, self.curr))
-        return tuple(PlacedLayout(one, tuple(range(one.world_size))) for one in (before, after))  # type: ignore[return-value]
-
-    @property
-    def devices(self) -> int:
-        """Processes of the job."""
-        return max(len(layout.devices) for layout in self.layouts)
-
+PROCESSES: Final = 64
+"""Of all jobs that run at one time; most of them wait for a timeout."""
+MOST_SAID: Final = 4
+LINE: Final = 200
 
 CASES: Final = (
     Case("pp2dp2", "tp2dp2", "keep", True),
-    Case("pp2dp2", "tp2dp2", "release", True),
-    Case("pp2tp2dp2", "pp4dp2", "release", True),
+    Case("pp2dp2", "tp2dp2", "release", True, 896 << 10),
+    Case("pp2tp2dp2", "pp4dp2", "release", True, 640 << 10),
     Case("pp4", "tp4", "keep", False),
-    Case("pp4", "tp4", "release", False),
+    Case("pp4", "tp4", "release", False, 1 << 20),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What happens to whom.
-
-    Attributes:
-        victim: the device.
-        place: ``round``: after its round of that number; ``post``: right after it has posted so many batches of
-            messages; ``fence``: before it comes to that fence; ``passed``: after that fence.
-        number: which.
-        stops: whether it is stopped, and not killed.
-    """
-
-    victim: int
-    place: str
-    number: int
-    stops: bool = False
-
-
-@dataclass
-class Account:
-    """What one survivor tells.
-
-    Attributes:
-        device: which.
-        outcome: ``committed``, or how the move ended for it.
-        raised_s: when it raised; on the clock of all processes.
-        named: whom the error named.
-        wrong: what was not bit-exact, or not as it should be.
-        lost: names of the tensors that ``StateLost`` named.
-        held: (tensor, region) of all that it held when the move was interrupted.
-        direction: which way it was resumed.
-    """
-
-    device: int
-    outcome: str = "committed"
-    raised_s: float = 0.0
-    named: tuple[int, ...] = ()
-    wrong: list[str] = field(default_factory=list)
-    lost: tuple[str, ...] = ()
-    held: list[tuple[str, Region]] = field(default_factory=list)
-    direction: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,88 +65,40 @@ class Verdict:
     way: str
 
 
-class Victim:
-    """Counts what a device does, and ends it where the fault says."""
-
-    def __init__(self, device: int, fault: Fault | None, struck: Any) -> None:
-        self.seen: Counter[str] = Counter()
-        self._fault = fault if fault is not None and fault.victim == device else None
-        self._struck = struck
-
-    def reach(self, place: str) -> None:
-        """The device is at a place of this kind once more."""
-        number = self.seen[place]
-        self.seen[place] += 1
-        fault = self._fault
-        if fault is not None and (fault.place, fault.number) == (place, number):
-            self._struck[0] = time.perf_counter()
-            os.kill(os.getpid(), signal.SIGSTOP if fault.stops else signal.SIGKILL)
-
-    def sink(self, event: Event) -> None:
-        """Hear of the events of a move."""
-        match event:
-            case RoundEnded():
-                self.reach("round")
-            case PhaseBegan(phase="fence" | "commit"):
-                self.reach("fence")
-            case FencePassed():
-                self.reach("passed")
-            case _:
-                pass
-
-    def wires(self, store: dist.Store, device: int, devices: Sequence[int]) -> Transport:
-        """A transport that tells of what is posted."""
-        return _Told(connect(store, device, devices, MEETING.total_seconds(), kind="gloo"), self)
-
-
-class _Told:
-    """Another transport, and a word to the victim after each post."""
-
-    def __init__(self, inner: Transport, victim: Victim) -> None:
-        self._inner, self._victim = inner, victim
-
-    @property
-    def device(self) -> int:
-        return self._inner.device
-
-    def takes_views(self, peer: int) -> bool:
-        return self._inner.takes_views(peer)
-
-    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        pending = self._inner.post(sends, recvs)
-        self._victim.reach("post")
-        return pending
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def run(say: Say, *, cases: Sequence[Case] = CASES, most: int | None = None) -> tuple[str, list[Row]]:
-    """All cases.
+def run(
+    say: Say, *, cases: Sequence[Case] = CASES, most: int | None = None, repeats: Sequence[str] = ("gloo", "same-host")
+) -> tuple[str, list[Row]]:
+    """All cases, and many moves in a row.
 
     Args:
         say: takes a line about what is being done.
         cases: which.
         most: the most trials of a case; None for all.
+        repeats: transports to move over many times.
     """
     rows: list[Row] = []
     for case in cases:
         began_s = time.monotonic()
-        faults = list(faults_of(case))
+        (faults,) = _apart([partial(faults_of, case)], 1)
         if most is not None:
-            faults = faults[:: max(len(faults) // most, 1)][:most]
-        with mp.get_context("fork").Pool(AT_ONCE) as pool:
-            verdicts = pool.starmap(trial, [(case, fault) for fault in faults], chunksize=1)
+            faults = faults[:: -(-len(faults) // most)]
+        verdicts = _apart([partial(trial, case, fault) for fault in faults], max(PROCESSES // case.devices, 1))
         rows += rows_of(case, verdicts)
-        for verdict in verdicts:
-            for what in verdict.wrong:
-                say(f"{case}: {verdict.fault}: {what}")
         ways = Counter(verdict.way for verdict in verdicts)
         say(f"{case}: {len(faults)} trials, {dict(ways)}, {time.monotonic() - began_s:.0f} s")
+        bad = [verdict for verdict in verdicts if verdict.wrong]
+        for verdict in bad[:MOST_SAID]:
+            say(f"  {verdict.fault}: {verdict.wrong[0][:LINE]} ({len(verdict.wrong)} in all)")
+        if len(bad) > MOST_SAID:
+            say(f"  and {len(bad) - MOST_SAID} more trials")
+    for transport in repeats:
+        for one_shot in (False, True):
+            rows += repeat_rows(transport, one_shot, _apart([partial(repeated, transport, one_shot=one_shot)], 1)[0])
+        say(f"{MOVES} moves over {transport}, by one mover and by reshard: done")
     scale = (
-        f"GPT of {MODEL.layers} layers with moments over gloo, staging {STAGING_BYTES >> 10} KiB, timeout "
-        f"{TIMEOUT_S:g} s; every device the victim at each of its rounds (killed; stopped; killed in the middle), "
-        f"before and after each fence; {AT_ONCE} jobs at a time on one machine"
+        f"GPT of {MODEL.layers} layers with moments over gloo, 4 or 8 processes, timeout {TIMEOUT_S:g} s; every device "
+        "the victim at each of its rounds (killed; stopped; killed in the middle), before and after each fence; "
+        f"{PROCESSES} processes at a time on one machine; and {MOVES} moves in a row, of 4 processes, by both policies"
     )
     return scale, rows
 
@@ -248,9 +112,28 @@ def rows_of(case: Case, verdicts: Sequence[Verdict]) -> Iterator[Row]:
     yield Row.of(f"{case}: last survivor's error after the fault", slowest_s, "s", most=BOUND_S)
 
 
-def faults_of(case: Case) -> Iterator[Fault]:
-    """Every place of every device, as a run without faults has them."""
-    seen = _accounts(case, None)[1]
+def repeat_rows(transport: str, one_shot: bool, found: Sequence[Sequence[Open]]) -> Iterator[Row]:
+    """The figures of many moves in a row: what is left open, and by how much memory grows, in the worst process."""
+    what = f"{MOVES} moves over {transport}, {'a call of reshard each' if one_shot else 'one mover'}"
+    more = max(differ(one) for one in found)
+    yield Row.of(f"{what}: descriptors, threads, groups, 10th to last", more, "more", most=0)
+    yield Row.of(f"{what}: memory a move", max(slope_kib(one) for one in found), "KiB", most=102.4)
+
+
+def faults_of(case: Case) -> list[Fault]:
+    """Every place of every device, as a run without faults has them.
+
+    Raises:
+        RuntimeError: if that run fails.
+    """
+    accounts, seen, _ = accounts_of(case, None)
+    wrong = [what for account in accounts.values() for what in account.wrong]
+    if wrong or len(seen) < case.devices:
+        raise RuntimeError(f"{case}: without a fault {len(seen)} of {case.devices} came back; {wrong[:1]}")
+    return list(_places(seen))
+
+
+def _places(seen: Mapping[int, Counter[str]]) -> Iterator[Fault]:
     for victim, counts in sorted(seen.items()):
         rounds, posts, fences = counts["round"], counts["post"], counts["passed"]
         for number in range(rounds):
@@ -265,9 +148,63 @@ def faults_of(case: Case) -> Iterator[Fault]:
             yield Fault(victim, "passed", fence)
 
 
+def _apart(works: Sequence[Callable[[], T]], at_once: int) -> list[T]:
+    """Do each work in a process of its own, some at a time; what they return, in their order.
+
+    No pool: its workers share locks, which one that is killed would keep.
+
+    Raises:
+        RuntimeError: with the traceback of a work that failed.
+    """
+    found: dict[int, T] = {}
+    running: dict[Connection, tuple[int, int]] = {}
+    todo = deque(enumerate(works))
+    try:
+        while todo or running:
+            while todo and len(running) < at_once:
+                index, work = todo.popleft()
+                ours, theirs = Pipe(duplex=False)
+                pid = os.fork()
+                if not pid:
+                    _work(work, theirs)
+                theirs.close()
+                running[ours] = (index, pid)
+            for pipe in wait(list(running)):
+                assert isinstance(pipe, Connection)
+                try:
+                    error, content = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    error, content = "it died", None
+                index, pid = running.pop(pipe)
+                os.waitpid(pid, 0)
+                pipe.close()
+                if error:
+                    raise RuntimeError(f"{works[index]}: {error}")
+                found[index] = content
+    finally:
+        for pipe, (_, pid) in running.items():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            pipe.close()
+    return [found[index] for index in range(len(works))]
+
+
+def _work(work: Callable[[], object], pipe: Connection) -> None:
+    """The life of a process that does one work; never returns."""
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        # c10d looks up the name of every client; a slow name server would hold a job's store for 5 s each time.
+        os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+        pipe.send_bytes(pickle.dumps(("", work())))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+    finally:
+        os._exit(0)
+
+
 def trial(case: Case, fault: Fault) -> Verdict:
     """One job, one fault."""
-    accounts, _, struck_s = _accounts(case, fault)
+    accounts, _, struck_s = accounts_of(case, fault)
     survivors = [device for device in range(case.devices) if device != fault.victim]
     wrong = [f"device {device} did not come back" for device in survivors if device not in accounts]
     wrong += [f"device {account.device}: {what}" for account in accounts.values() for what in account.wrong]
@@ -290,7 +227,9 @@ def trial(case: Case, fault: Fault) -> Verdict:
         ]
         way = "named"
     raised = [account.raised_s for account in accounts.values() if account.raised_s]
-    return Verdict(case, fault, tuple(wrong), max(raised) - struck_s if raised else 0.0, way)
+    if raised and not struck_s:
+        wrong.append("the fault was not reached")
+    return Verdict(case, fault, tuple(wrong), max(raised) - struck_s if raised and struck_s else 0.0, way)
 
 
 def _gone(case: Case, accounts: Any) -> tuple[str, ...]:
@@ -301,154 +240,3 @@ def _gone(case: Case, accounts: Any) -> tuple[str, ...]:
             inside = tuple(slice(a, b) for a, b in zip(region.offsets, region.stops, strict=True))
             masks[name][inside] = True
     return tuple(sorted(name for name, mask in masks.items() if not mask.all()))
-
-
-def _accounts(case: Case, fault: Fault | None) -> tuple[dict[int, Account], dict[int, Counter[str]], float]:
-    """Run a job; what the survivors tell, where each device has been, and when the fault struck."""
-    shared = mmap.mmap(-1, 16)
-    struck: Any = memoryview(shared).cast("d")  # of floats, which the stub does not say; and the store's port
-    pids: list[int] = []
-    pipes: dict[Connection, int] = {}
-    accounts: dict[int, Account] = {}
-    seen: dict[int, Counter[str]] = {}
-    try:
-        for device in range(case.devices):
-            ours, theirs = Pipe(duplex=False)
-            pid = os.fork()
-            if not pid:
-                _child(case, fault, device, struck, theirs)
-            theirs.close()
-            pids.append(pid)
-            pipes[ours] = device
-        # After the forks: a lock that the store's thread holds would stay locked in a child.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=MEETING)
-        struck[1] = store.port
-        deadline, waiting = time.monotonic() + 4 * BOUND_S, dict(pipes)
-        while waiting and time.monotonic() < deadline:
-            for pipe in wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0)):
-                assert isinstance(pipe, Connection)
-                device = waiting.pop(pipe)
-                with contextlib.suppress(EOFError, ConnectionError):
-                    accounts[device], seen[device] = pickle.loads(pipe.recv_bytes())
-            if fault is not None and set(waiting.values()) <= {fault.victim}:
-                break
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            os.waitpid(pid, 0)
-        for pipe in pipes:
-            pipe.close()
-        when_s = struck[0]
-        struck.release()
-        shared.close()
-    if fault is not None:
-        accounts.pop(fault.victim, None)
-    return accounts, seen, when_s
-
-
-def _child(case: Case, fault: Fault | None, device: int, struck: Any, pipe: Connection) -> None:
-    """The life of one process; never returns."""
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        torch.set_num_threads(1)
-        victim, account = Victim(device, fault, struck), Account(device)
-        while not struck[1]:
-            time.sleep(0.001)
-        port = int(struck[1])
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=MEETING)
-        try:
-            _live(case, fault, device, store, victim, account)
-        except Exception as error:
-            account.wrong.append(f"{type(error).__name__}: {error}")
-        pipe.send_bytes(pickle.dumps((account, victim.seen)))
-    finally:
-        while True:  # the parent ends all
-            signal.pause()
-
-
-def _live(case: Case, fault: Fault | None, device: int, store: dist.Store, victim: Victim, account: Account) -> None:
-    before, after = case.layouts
-    state = _state(before, device)
-    with Mover(
-        store,
-        device,
-        range(case.devices),
-        transport=victim.wires,
-        staging_bytes=STAGING_BYTES,
-        timeout_s=TIMEOUT_S,
-        sink=victim.sink,
-    ) as mover:
-        try:
-            found = mover.move(before, after, state, policy=case.policy)  # type: ignore[arg-type]
-        except PeerLost as lost:
-            account.raised_s, account.named, account.outcome = time.perf_counter(), lost.ranks, "raised"
-            assert fault is not None
-            _go_on(case, fault.victim, mover, lost, state, account)
-        else:
-            _hold(account, after, device, found)
-
-
-def _go_on(
-    case: Case, victim: int, mover: Mover, lost: PeerLost, state: dict[str, torch.Tensor], account: Account
-) -> None:
-    before, after = case.layouts
-    mover.exclude([victim])
-    if case.policy == "keep":
-        account.direction = "kept"
-        if lost.journal is not None:
-            account.wrong.append("a journal, though nothing was released")
-        _hold(account, before, mover.device, state)
-        less = _without(after, victim)
-        try:
-            found = mover.move(before, less, state, lost=[victim], policy="keep")
-        except ShardshiftError as error:
-            if case.redundant:
-                raise
-            account.direction = f"kept, then {type(error).__name__}"
-            return
-        _hold(account, less, mover.device, found)
-        return
-    journal = lost.journal
-    if not isinstance(journal, Interrupted):
-        raise RuntimeError(f"no journal: {lost}") from lost
-    account.held = [(str(shard.tensor), shard.region) for shard in journal.journal.held()]
-    try:
-        resumed = mover.resume(journal)
-    except StateLost as error:
-        account.outcome, account.lost = "state lost", tuple(sorted(error.names))
-        return
-    except Infeasible:  # all is there, in no layout: bring it into one
-        role = tuple(Shard(tensor, Region.whole(tensor.shape)) for tensor in before.layout.tensors)
-        whole = PlacedLayout(Layout((role,), (0,) * len(mover.devices)), mover.devices)
-        resumed = mover.resume(journal, to=whole)
-    account.direction = resumed.direction
-    _hold(account, resumed.layout, mover.device, resumed.state)
-    everywhere = {shard.tensor for device in mover.devices for shard in resumed.layout.shards_on(device)}
-    if everywhere != set(before.layout.tensors):
-        account.wrong.append("the layout that was resumed does not hold every tensor")
-
-
-def _state(layout: PlacedLayout, device: int) -> dict[str, torch.Tensor]:
-    shards = names_of(layout.shards_on(device))
-    return {
-        name: coded(shard, torch.empty(shard.region.shape, dtype=dtype_of(shard))) for name, shard in shards.items()
-    }
-
-
-def _hold(account: Account, layout: PlacedLayout, device: int, state: dict[str, torch.Tensor]) -> None:
-    """Hold what a device has against what it should have."""
-    wanted = _state(layout, device)
-    if wanted.keys() != state.keys():
-        account.wrong.append(f"names: {sorted(wanted.keys() ^ state.keys())}")
-        return
-    for name, tensor in wanted.items():
-        if not torch.equal(tensor.view(torch.uint8), state[name].contiguous().view(torch.uint8)):
-            account.wrong.append(f"{name} is not bit-exact")
-
-
-def _without(layout: PlacedLayout, lost: int) -> PlacedLayout:
-    """A layout less one device."""
-    ranks = [rank for rank, device in enumerate(layout.devices) if device != lost]
-    roles = tuple(layout.layout.shards(rank) for rank in ranks)
-    return PlacedLayout(Layout(roles, tuple(range(len(ranks)))), tuple(layout.devices[rank] for rank in ranks))

@@ -84,6 +84,54 @@ def test_holdings_are_what_devices_hold(move: Move, staging_bytes: int, data: st
         assert set(found) == expected
 
 
+@settings(max_examples=100, deadline=None)
+@given(MOVES, st.sampled_from([16, 40, 200]), st.data())
+def test_what_survivors_have_finished_of_the_epoch_under_way_counts_too(
+    move: Move, staging_bytes: int, data: st.DataObject
+) -> None:
+    plan = plan_of(move)
+    schedule = released(plan, staging_bytes)
+    fences = data.draw(st.integers(0, schedule.epochs - 1), label="fences")
+    living = [device for device in plan.devices if device not in plan.lost]
+    lost = data.draw(st.lists(st.sampled_from(living), max_size=2, unique=True), label="lost")
+    ahead = data.draw(st.sets(st.sampled_from(plan.devices)), label="ahead")
+    finished = {device: fences + (device in ahead) for device in plan.devices}
+
+    def has(device: int) -> set[Shard]:
+        program = schedule.program(device)
+        whole = whole_at(program, old_shards(plan, device), fences)
+        return whole | (set(program.epochs[fences].allocate) if device in ahead else set())
+
+    held = holdings(schedule, fences, finished)
+    for device in plan.devices:
+        for tensor in plan.curr.layout.tensors:
+            regions = [shard.region for shard in held.shards_on(device) if shard.tensor == tensor]
+            once = mask(tensor.shape, *(shard.region for shard in has(device) if shard.tensor == tensor)) > 0
+            np.testing.assert_array_equal(mask(tensor.shape, *regions), once)
+        for shard in held.shards_on(device):
+            assert any(one.tensor == shard.tensor and one.region.contains(shard.region) for one in has(device))
+
+    survivors = {*living} - {*lost}
+    whole = [shard for device in survivors for shard in has(device)]
+    gone = {str(tensor) for tensor in plan.curr.layout.tensors if not covers(whole, tensor)}
+    if gone:
+        with pytest.raises(StateLost) as caught:
+            resume_plan(schedule, fences, lost, finished=finished)
+        assert sorted(caught.value.names) == sorted(gone)
+        return
+    try:
+        direction, found = resume_plan(schedule, fences, lost, finished=finished)
+    except Infeasible:
+        return  # see above
+    values = identities(plan.prev.layout)
+    rest = less(plan.curr if direction == "forward" else plan.prev, {*lost, *plan.lost})
+    state = {device: of for device, of in state_of(held, values).items() if device in survivors}
+    result = execute(compile_programs(found, staging_bytes), state)
+    for device in rest.devices:
+        for shard in rest.shards_on(device):
+            np.testing.assert_array_equal(result[device][shard], values[shard.tensor][inside(shard.region)])
+
+
 @settings(max_examples=60, deadline=None)
 @given(MOVES, st.data())
 def test_the_way_that_moves_less_is_taken(move: Move, data: st.DataObject) -> None:
@@ -135,6 +183,27 @@ def test_with_two_replicas_on_either_side_any_one_device_may_be_lost_at_any_fenc
         _, found = resume_plan(schedule, fences, [device])
         assert device not in found.curr.devices
         assert found.lost == (device,)
+
+
+def test_where_all_that_is_left_has_finished_the_epoch_the_way_is_forward_and_nothing_is_lost() -> None:
+    model = equal_layers(1)
+    tensor = model.rules[0].tensor
+    shard = Shard(tensor, Region.whole(tensor.shape))
+    before = PlacedLayout(Layout(((shard,),), (0,)), (0,))
+    schedule = Schedule.of(make_plan(before, before.layout, devices=(0, 1), placement=(1,)), 64, policy="release")
+    with pytest.raises(StateLost):
+        resume_plan(schedule, 0, [0])
+    direction, found = resume_plan(schedule, 0, [0], finished={1: 1})
+    assert (direction, found.moved_bytes) == ("forward", 0)
+
+
+def test_many_lost_tensors_are_counted_and_the_first_of_them_named_in_the_text() -> None:
+    model = equal_layers(40)
+    before = PlacedLayout(even_grid(model, "pp1"), (0,))
+    schedule = Schedule.of(make_plan(before, before.layout, devices=(0, 1), placement=(1,)), 64, policy="release")
+    with pytest.raises(StateLost, match=r"all of 40 tensors: .* and 20 more; ") as caught:
+        resume_plan(schedule, 0, [0])
+    assert len(caught.value.names) == 40
 
 
 def test_where_neither_layout_is_whole_one_has_to_be_given() -> None:
