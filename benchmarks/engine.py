@@ -8,6 +8,9 @@ first process's start to the last one's end, the median of the runs. What is com
 2. *bare gloo and flat copies*: before it waits, each device also copies as many bytes as the plan copies locally.
 3. *memcpy*: all receivers at once copy as many bytes from memory of the parent, which they share; one buffer a sender.
 
+A move is timed from when the devices have agreed: what ``Move.prepare`` does (tensors are checked, messages are made,
+memory is asked for) is done before, as in ``Mover.move``. For small tensors there is a row with all of it.
+
 *warm*: what is written to has been written before; *fresh*: it is mapped anew for each run, on both sides alike, on the
 small pages that ``torch.empty`` gives. *huge pages*: sources and targets alike, as after an earlier move by the engine.
 *engine's memory*: new tensors as the engine asks for them; the baseline is the same move into fresh memory.
@@ -41,8 +44,9 @@ from _state import (
     warm_bytes,
 )
 
-from shardshift.engine import Event, Journal, Mover, names_of, run_program
+from shardshift.engine import Event, Journal, Mover, names_of
 from shardshift.engine.events import PhaseEnded
+from shardshift.engine.run import Move
 from shardshift.plan import Plan
 from shardshift.plan.summary import STAGING_BYTES
 from shardshift.report.bench import Row
@@ -240,18 +244,23 @@ def small_rows(scale: Scale) -> Iterator[Row]:
     def body(rank: Rank) -> Spans:
         group, flat = bare_group(rank), warm_bytes(nbytes)
         sends, receives = ({1: flat}, {}) if rank.index == 0 else ({}, {0: flat})
-        ours = Engine.of(plan, rank.index).sides(connected(rank, "gloo"))
+        engine, transport = Engine.of(plan, rank.index), connected(rank, "gloo")
+        ours = engine.sides(transport)
+
+        def whole() -> Locals:
+            return engine.prepared(transport, engine.targets.__getitem__).run()
 
         def bare() -> None:
             for work in post(group, sends, receives):
                 work.wait()
 
-        return rank.measure({"ours": ours["warm"], "bare": lambda: bare}, 4 * scale.runs)
+        sides: dict[str, Side] = {"ours": ours["warm"], "bare": lambda: bare, "whole": lambda: whole}
+        return rank.measure(sides, 4 * scale.runs)
 
     spans = run_ranks(2, body)
-    yield versus(
-        spans, f"{scale.small:,} tensors of 4 KiB, gloo, warm", "ours", "bare", "one flat buffer", most_ratio=2
-    )
+    case = f"{scale.small:,} tensors of 4 KiB, gloo, warm"
+    yield versus(spans, case, "ours", "bare", "one flat buffer", most_ratio=2)
+    yield versus(spans, f"{case}, prepared as well", "whole", "bare", "one flat buffer")
 
 
 def idle_rows(scale: Scale) -> Iterator[Row]:
@@ -332,9 +341,9 @@ class Engine:
         program = compile_program(plan, device, STAGING_BYTES)
         return cls(plan, program, held(plan, device, memory), {shard: memory(shard) for shard in program.allocate})
 
-    def move(self, transport: Transport, allocate: Allocate, *, verify: bool = False) -> Locals:
-        """Carry out the program, and give the new state."""
-        return run_program(
+    def prepared(self, transport: Transport, allocate: Allocate, *, verify: bool = False) -> Move:
+        """The move, with all done that is done before the devices agree to move."""
+        move = Move(
             Journal(self.program, self.sources),
             transport,
             staging_bytes=STAGING_BYTES,
@@ -342,18 +351,20 @@ class Engine:
             timeout_s=TIMEOUT_S,
             verify=verify,
         )
+        move.prepare()
+        return move
 
     def sides(self, transport: Transport, *, more: bool = True) -> dict[str, Side]:
         """Sides of a comparison, after a first move whose result is held to its codes."""
         written = self.targets.__getitem__
         for target in self.targets.values():
             target.zero_()
-        found = self.move(transport, written)
+        found = self.prepared(transport, written).run()
         if self.program.device in self.plan.devices:
             check(self.plan, self.program.device, found)
 
         def side(allocate: Allocate, *, verify: bool = False) -> Side:
-            return lambda: lambda: self.move(transport, allocate, verify=verify)
+            return lambda: self.prepared(transport, allocate, verify=verify).run
 
         sides = {"warm": side(written), "fresh": side(fresh)}
         return sides | ({"engine": side(by_engine), "verified": side(written, verify=True)} if more else {})

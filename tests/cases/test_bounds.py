@@ -10,9 +10,10 @@ import pytest
 import torch
 from tests.cases.moves import arrive, box, cut, ranks, right, run_plan, tensor, walk
 
+from shardshift.engine.pieces import parcels_of
 from shardshift.plan import Plan, make_plan
 from shardshift.schedule import Program, compile_programs, peak_extra_bytes
-from shardshift.values import Kind, Layout, PlacedLayout, Region, Shard, Tensor
+from shardshift.values import Kind, Layout, PlacedLayout, Region, Shard, Tensor, flat_range
 
 Piece = tuple[Tensor, Region]
 
@@ -109,6 +110,69 @@ def test_pieces_of_more_than_2_to_the_31_elements_are_where_they_should_be(
         assert all(type(index) is int for region in written for index in (*region.offsets, *region.shape))
     end = max(shard.region.stops for device in plan.curr.devices for shard in plan.curr.shards_on(device))
     assert end == HUGE.shape
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (1, 4)])
+@pytest.mark.parametrize("to_columns", [True, False])
+def test_messages_of_such_pieces_have_counts_of_31_bits_and_make_up_the_piece(
+    before: int, after: int, to_columns: bool
+) -> None:
+    prev = PlacedLayout(rows([HUGE], before), tuple(range(before)))
+    plan = make_plan(prev, (columns if to_columns else rows)([HUGE], after), devices=range(max(before, after)))
+    most_bytes = 0
+    for program in compile_programs(plan, 1 << 33).values():
+        for step in program.rounds:
+            for one_way in (step.sends, step.recvs):
+                parcels = parcels_of(one_way, lambda peer: False)
+                boxes: dict[Region, list[Region]] = {}
+                for one, box_of_it, size_bytes in [part for parcel in parcels for part in parcel.parts]:
+                    boxes.setdefault(one.piece.region, []).append(box_of_it)
+                    assert size_bytes == box_of_it.numel * HUGE.itemsize
+                for piece, found in boxes.items():
+                    assert sum(one.numel for one in found) == piece.numel
+                    assert all(piece.contains(one) for one in found)
+                    most_bytes = max(most_bytes, piece.numel * HUGE.itemsize)
+                assert all(parcel.nbytes < 2**31 for parcel in parcels)
+    assert most_bytes > 2**29
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 5), (8, 7)])
+def test_ranges_of_a_flat_buffer_of_more_than_2_to_the_31_elements_are_exact(before: int, after: int) -> None:
+    """As the distributed optimizer cuts it: ranges of equal numel that begin in the middle of a row."""
+    numel = HUGE.shape[0] * HUGE.shape[1]
+
+    def ranges(ways: int) -> Layout:
+        each = -(-numel // ways)
+        return ranks(
+            *[
+                [Shard(HUGE, region) for region in flat_range(HUGE.shape, r * each, min((r + 1) * each, numel))]
+                for r in range(ways)
+            ]
+        )
+
+    def start(region: Region) -> int:
+        return region.offsets[0] * HUGE.shape[1] + region.offsets[1]
+
+    prev = PlacedLayout(ranges(before), tuple(range(before)))
+    plan = make_plan(prev, ranges(after), devices=range(max(before, after)))
+    each = -(-numel // after)
+    for rank, device in enumerate(plan.curr.devices):
+        wanted = plan.curr.shards_on(device)
+        assert start(wanted[0].region) == rank * each
+        assert sum(shard.region.numel for shard in wanted) == min((rank + 1) * each, numel) - rank * each
+    assert plan.moved_bytes == sum(_lacking(numel, before, after, plan)) * HUGE.itemsize
+
+
+def _lacking(numel: int, before: int, after: int, plan: Plan) -> list[int]:
+    """Per new rank the elements that its device did not hold, in plain integers."""
+    then, now = -(-numel // before), -(-numel // after)
+    lacking = []
+    for rank, device in enumerate(plan.curr.devices):
+        a, b = rank * now, min((rank + 1) * now, numel)
+        old = plan.prev.rank_of(device)
+        held = 0 if old is None else max(0, min(b, min((old + 1) * then, numel)) - max(a, old * then))
+        lacking.append(b - a - held)
+    return lacking
 
 
 def fills(boxes: list[Region], whole: Region) -> bool:

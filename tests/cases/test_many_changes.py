@@ -145,7 +145,7 @@ def changes(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=12, deadline=None)
-@given(changes(), st.integers(4, 300), st.booleans())
+@given(changes(), st.integers(8, 300), st.booleans())  # a round is half the staging, an element up to 4 bytes
 def test_any_change_of_any_described_model(case: Case, staging_bytes: int, loses_one: bool) -> None:
     catalogue = Catalogue.of(case.model)
     lost = case.placed(catalogue).devices[:1] if loses_one else ()

@@ -1,30 +1,25 @@
-"""Real processes over gloo: views, swaps, pieces to oneself, peaks of memory, and what a death midway leaves behind."""
+"""Real processes on the wires: views on both ends, swaps both ways at once, pieces to oneself, messages with a cap."""
 
 from __future__ import annotations
 
-import os
-import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.cases.movers import DIRECTLY, TIMEOUT_S, Send, is_right, mover_in, process, told, wanted
 from tests.cases.moves import Held, Values, box, cut, ranks, right, tensor
 
-from shardshift.coordination import Control
-from shardshift.elastic import LocalJob, Member
-from shardshift.engine import Journal, Pages, pieces, run_program
-from shardshift.engine.events import Event, RoundEnded
+from shardshift.engine import Journal, names_of, run_program
 from shardshift.plan import Plan, make_plan
 from shardshift.schedule import compile_programs
-from shardshift.transport import ProcessGroupTransport, TransportError
-from shardshift.values import Kind, Layout, PeerLost, PlacedLayout, Shard, Tensor
+from shardshift.transport import Message, Pending, Transport, connect
+from shardshift.values import Kind, Layout, PlacedLayout, Tensor
 
-TIMEOUT_S = 8.0
-Send = Callable[[Any], None]
 View = Callable[[Sequence[int], torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 """A shape and an element type to (a storage full of NaN, a view of that shape on it)."""
 
@@ -96,21 +91,19 @@ def swaps(values: Values, ways: int) -> list[Plan]:
     return plans
 
 
-def swap(send: Send, ways: int, staging_bytes: int) -> None:
-    torch.set_num_threads(1)
-    member = Member.from_launcher(timeout_s=TIMEOUT_S)
-    values = state()
-    transport = ProcessGroupTransport.gloo(dist.PrefixStore("move", member.store), member.device, ways, TIMEOUT_S)
-    copied = 0
-    for plan in swaps(values, ways):
-        for number in range(len(VIEWS)):
-            copied += swap_once(plan, values, transport, staging_bytes, number)
-    Control(member.store, member.device, TIMEOUT_S).gather("done", range(ways), b"", "test")
-    transport.close()
-    send(copied)
+def swap(send: Send, ways: int, staging_bytes: int, kind: str) -> None:
+    with process() as (member, meet):
+        values, copied = state(), 0
+        transport = connect(dist.PrefixStore("move", member.store), member.device, ways, TIMEOUT_S, kind=kind)
+        for plan in swaps(values, ways):
+            for number in range(len(VIEWS)):
+                copied += swap_once(plan, values, transport, staging_bytes, number)
+        meet.gather("done", range(ways), b"", "test")
+        transport.close()
+        send(copied)
 
 
-def swap_once(plan: Plan, values: Values, transport: ProcessGroupTransport, staging_bytes: int, number: int) -> int:
+def swap_once(plan: Plan, values: Values, transport: Transport, staging_bytes: int, number: int) -> int:
     device = transport.device
     sources: Held = {device: {}}
     for index, (shard, value) in enumerate(cut(plan.prev, values)[device].items()):
@@ -140,226 +133,130 @@ def swap_once(plan: Plan, values: Values, transport: ProcessGroupTransport, stag
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("ways", "staging_bytes"), [(2, 1 << 20), (2, 16), (4, 40)])
+@pytest.mark.parametrize(
+    ("ways", "staging_bytes", "kind"),
+    [(2, 1 << 20, "gloo"), (2, 16, "gloo"), (3, 80, "gloo"), (2, 16, "same-host"), (4, 1 << 20, "same-host")],
+)
 def test_all_swap_strided_shards_of_several_types_at_once_and_what_is_their_own_stays_inside(
-    ways: int, staging_bytes: int
+    ways: int, staging_bytes: int, kind: str
 ) -> None:
     started_s = time.monotonic()
-    with LocalJob(ways, swap, (ways, staging_bytes), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
-        copies = [copied for _, copied in job.messages()]
+    copies = [copied for (copied,) in told(ways, swap, ways, staging_bytes, kind).values()]
     assert len(copies) == ways
     assert all(copies)
     assert time.monotonic() - started_s < 20
 
 
-def halves_and_quarters() -> tuple[Values, Plan]:
-    values = tensor("w", torch.arange(64.0).reshape(8, 8)) | tensor("v", torch.arange(64, 128).reshape(8, 8))
-    before = ranks(*[[box(of, (2 * r, 2 * r + 2)) for of in values] for r in range(4)])
-    after = ranks(*[[box(of, (0, 8), (2 * r, 2 * r + 2)) for of in values] for r in range(4)])
-    return values, make_plan(PlacedLayout(before, (0, 1, 2, 3)), after, devices=range(4))
+MIB = 1 << 20
+LARGE = [
+    *(Tensor(Kind.PARAM, f"w{n}", (12, MIB // 4), "float32", 4) for n in range(2)),
+    *(Tensor(Kind.PARAM, f"b{n}", (12, 5), "int64", 8) for n in range(20)),
+    Tensor(Kind.PARAM, "half", (12, MIB // 4 + 3), "bfloat16", 2),
+]
 
 
-def die_halfway(send: Send, how: str) -> None:
-    torch.set_num_threads(1)
-    member = Member.from_launcher(timeout_s=TIMEOUT_S)
-    values, plan = halves_and_quarters()
-    transport = ProcessGroupTransport.gloo(dist.PrefixStore("move", member.store), member.device, 4, TIMEOUT_S)
-    sources = cut(plan.prev, values)[member.device]
-    lasting = {shard: (value, value.data_ptr()) for shard, value in sources.items()}
-
-    def sink(event: Event) -> None:
-        if member.device == 2 and isinstance(event, RoundEnded) and event.index == event.rounds // 2:
-            send("dies")
-            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-
-    program = compile_programs(plan, 16)[member.device]
-    assert len(program.rounds) > 4
-    started_s = time.monotonic()
-    try:
-        run_program(Journal(program, sources), transport, staging_bytes=16, allocate=fresh, timeout_s=2.0, sink=sink)
-    except TransportError:
-        mine = PlacedLayout(Layout((plan.prev.shards_on(member.device),), (0,)), (member.device,))
-        whole = right({member.device: sources}, mine, values)
-        same = all(sources[shard] is value and value.data_ptr() == at for shard, (value, at) in lasting.items())
-        send(("survived", whole and same, time.monotonic() - started_s))
-    finally:
-        transport.close()
+def by_rows(ways: int, turn: int) -> PlacedLayout:
+    """Rank r has the (r + turn)-th run of rows of each."""
+    runs = [(12 * r // ways, 12 * (r + 1) // ways) for r in range(ways)]
+    roles = [[box(of, runs[(r + turn) % ways]) for of in LARGE] for r in range(ways)]
+    return PlacedLayout(ranks(*roles), tuple(range(ways)))
 
 
-def fresh(shard: Shard) -> torch.Tensor:
-    return torch.full(shard.region.shape, -1.0).to(getattr(torch, shard.tensor.dtype))
+def by_columns(ways: int) -> PlacedLayout:
+    roles = [
+        [box(of, (0, 12), (of.shape[1] * r // ways, of.shape[1] * (r + 1) // ways)) for of in LARGE]
+        for r in range(ways)
+    ]
+    return PlacedLayout(ranks(*roles), tuple(range(ways)))
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_the_death_of_one_of_four_after_half_of_the_pieces_leaves_the_others_with_their_old_state(how: str) -> None:
-    told: dict[int, tuple[str, bool, float]] = {}
-    with LocalJob(4, die_halfway, (how,), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
-        try:
-            for device, message in job.messages():
-                if message != "dies":
-                    told[device] = message
-                if len(told) == 3:
-                    break
-        except PeerLost:
-            pass
-    assert told.keys() == {0, 1, 3}
-    for _, whole, elapsed_s in told.values():
-        assert whole
-        assert elapsed_s < 2.0 + 5.0
+def large_values() -> Values:
+    return {
+        of: (torch.arange(of.shape[0] * of.shape[1]) * (2 * n + 1) % 30_011).to(getattr(torch, of.dtype)).view(of.shape)
+        for n, of in enumerate(LARGE)
+    }
+
+
+def swap_large(send: Send, ways: int, kind: str, staging_bytes: int) -> None:
+    with process() as (member, meet), mover_in(member, ways, kind, staging_bytes=staging_bytes) as mover:
+        values, fine = large_values(), []
+        walked = [by_rows(ways, 0), by_rows(ways, 1), by_columns(ways), by_rows(ways, ways - 1)]
+        held = {
+            name: wanted(shard, values).clone() for name, shard in names_of(walked[0].shards_on(mover.device)).items()
+        }
+        for policy in ("keep", "release"):
+            for prev, curr in pairwise(walked):
+                held = mover.move(prev, curr, held, policy=policy, verify=policy == "keep")
+                fine.append(is_right(mover.device, curr, values, held))
+            held = mover.move(walked[-1], walked[0], held)
+        send(fine)
+        meet.gather("done", range(ways), b"", "test")
+
+
+@pytest.mark.parametrize("kind", DIRECTLY)
+@pytest.mark.parametrize(("ways", "staging_bytes"), [(2, 64 << 20), (3, 600_000)])
+def test_large_and_small_pieces_of_all_to_all_cross_at_once(ways: int, staging_bytes: int, kind: str) -> None:
+    """Large ones go from tensor to tensor, small ones through the staging, in one round."""
+    assert told(ways, swap_large, ways, kind, staging_bytes) == {device: [[True] * 6] for device in range(ways)}
+
+
+class Counting:
+    """A transport that remembers how large the messages are that it sends."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner, self.sent_bytes = inner, list[int]()
+        self.device = inner.device
+        self.takes_views, self.close = inner.takes_views, inner.close
+
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        self.sent_bytes += [message.nbytes for message in sends]
+        return self._inner.post(sends, recvs)
 
 
 def chunked(send: Send) -> None:
-    torch.set_num_threads(1)
-    member = Member.from_launcher(timeout_s=TIMEOUT_S)
-    values = dict(state()) | tensor("long", torch.arange(1000.0).reshape(10, 100))
-    of = [*values]
-    plan = make_plan(
-        PlacedLayout(ranks([box(one) for one in of], []), (0, 1)),
-        ranks([], [box(one) for one in of]),
-        devices=(0, 1),
-        placement=(0, 1),
-    )
-    transport = ProcessGroupTransport.gloo(dist.PrefixStore("move", member.store), member.device, 2, TIMEOUT_S)
-    counts = []
-    for cap_bytes in (64, pieces.MESSAGE_BYTES):
-        pieces.MESSAGE_BYTES = pieces.DIRECT_BYTES = cap_bytes  # type: ignore[misc, attr-defined]
-        program = compile_programs(plan, 1 << 20)[member.device]
-        sources = cut(plan.prev, values).get(member.device, {})
-        sources = {shard: turned(shard.region.shape, live.dtype)[1].copy_(live) for shard, live in sources.items()}
-        found = run_program(
-            Journal(program, sources), transport, staging_bytes=1 << 20, allocate=fresh, timeout_s=TIMEOUT_S
-        )
-        mine = PlacedLayout(Layout((plan.curr.shards_on(member.device),), (0,)), (member.device,))
-        assert right({member.device: found}, mine, values)
-        counts.append(sum(len(pieces.parcels_of(step.sends, transport.takes_views)) for step in program.rounds))
-    Control(member.store, member.device, TIMEOUT_S).gather("done", range(2), b"", "test")
-    transport.close()
-    send(counts)
+    made: list[Counting] = []
+
+    def transport(store: dist.Store, device: int, devices: Sequence[int]) -> Transport:
+        made.append(Counting(connect(store, device, devices, TIMEOUT_S, kind="gloo")))
+        return made[-1]
+
+    with process() as (member, meet), mover_in(member, 2, transport) as mover:
+        values = dict(state()) | tensor("long", torch.arange(1000.0).reshape(10, 100))
+        first, other = ranks([box(of) for of in values], []), ranks([], [box(of) for of in values])
+        rows = ranks(*[[box(of, (of.shape[0] * r // 2, of.shape[0] * (r + 1) // 2)) for of in values] for r in (0, 1)])
+        found = []
+        for cap_bytes in (None, 64):
+            if cap_bytes is not None:
+                lower_the_cap(cap_bytes)
+            for before, after in ((first, other), (first, rows), (rows, other)):
+                prev, curr = (PlacedLayout(one, (0, 1)) for one in (before, after))
+                given = {
+                    name: turned(shard.region.shape, values[shard.tensor].dtype)[1].copy_(wanted(shard, values))
+                    for name, shard in names_of(prev.shards_on(mover.device)).items()
+                }
+                made[-1].sent_bytes.clear()
+                moved = mover.move(prev, curr, given)
+                most_bytes = max(made[-1].sent_bytes, default=0)
+                found.append((is_right(mover.device, curr, values, moved), most_bytes, len(made[-1].sent_bytes)))
+        send(found)
+        meet.gather("done", (0, 1), b"", "test")
+
+
+def lower_the_cap(cap_bytes: int) -> None:
+    """Let no message be larger, wherever the engine says what its most is."""
+    for name, module in [*sys.modules.items()]:
+        if name.startswith(("shardshift.engine", "shardshift.schedule")):
+            for most in ("MESSAGE_BYTES", "DIRECT_BYTES", "WHOLE_BYTES", "VERIFIED_BYTES"):
+                if hasattr(module, most):
+                    setattr(module, most, cap_bytes)
 
 
 @pytest.mark.timeout(60)
-def test_a_piece_that_exceeds_the_cap_of_a_message_is_sent_in_several_to_the_same_end() -> None:
-    with LocalJob(2, chunked, (), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
-        counts = dict(job.messages())
-    many, few = counts[0]
-    assert many > 60
-    assert few == 1
-
-
-MIB = 1 << 20
-TENSORS, STAGING_BYTES = 64, 4 * MIB
-
-
-def shrink(send: Send) -> None:
-    torch.set_num_threads(1)
-    member = Member.from_launcher(timeout_s=TIMEOUT_S)
-    device = member.device
-    moments = [Tensor(Kind.EXP_AVG, f"m{n}", (4, MIB // 4), "float32", 4) for n in range(TENSORS)]
-    params = [Tensor(Kind.PARAM, f"w{n}", (64, 64), "float32", 4) for n in range(4)]
-    before, after = (
-        ranks(*[[*map(box, params), *(box(of, (4 * r // n, 4 * (r + 1) // n)) for of in moments)] for r in range(n)])
-        for n in (4, 2)
-    )
-    plan = make_plan(PlacedLayout(before, (0, 1, 2, 3)), after, devices=range(4))
-    program = compile_programs(plan, STAGING_BYTES, policy="release")[device]
-    sources = {shard: torch.full(shard.region.shape, float(device)) for shard in plan.prev.shards_on(device)}
-    lasting = {shard: live.data_ptr() for shard, live in sources.items() if shard.tensor.kind is Kind.PARAM}
-    transport = ProcessGroupTransport.gloo(dist.PrefixStore("move", member.store), device, 4, TIMEOUT_S)
-    control, pages = Control(member.store, device, TIMEOUT_S), Pages()
-    control.gather("ready", range(4), b"", "test")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory counts from here
-    resident_bytes = in_status("VmRSS")
-    journal = Journal(program, sources)
-    del sources
-
-    def fence(epoch: int) -> None:
-        control.gather(f"fence/{epoch}", range(4), b"", "test")
-
-    found = run_program(
-        journal,
-        transport,
-        staging_bytes=STAGING_BYTES,
-        allocate=pages.of_shard,
-        pages=pages,
-        timeout_s=TIMEOUT_S,
-        fence=fence,
-    )
-    now_bytes, then_bytes = (
-        sum(shard.nbytes for shard in placed.shards_on(device)) for placed in (plan.curr, plan.prev)
-    )
-    grown_bytes = max(now_bytes - then_bytes, 0)
-    rows_right = all(
-        live[row].eq(shard.region.offsets[0] + row).all()
-        for shard, live in found.items()
-        if shard.tensor.kind is Kind.EXP_AVG
-        for row in range(len(live))
-    )
-    kept = all(found[shard].data_ptr() == at for shard, at in lasting.items()) if found else True
-    send((in_status("VmHWM") - resident_bytes - grown_bytes, rows_right and kept, len(program.epochs)))
-    control.gather("done", range(4), b"", "test")
-    transport.close()
-
-
-def in_status(name: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status[status.index(name) :].split()[1]) * 1024
-
-
-@pytest.mark.timeout(60)
-def test_under_release_resident_memory_peaks_at_no_more_than_staging_and_a_piece_over_the_larger_state() -> None:
-    with LocalJob(4, shrink, (), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
-        told = dict(job.messages())
-    assert len(told) == 4
-    for extra_bytes, fine, epochs in told.values():
-        assert fine
-        assert epochs > 1
-        assert extra_bytes <= STAGING_BYTES + 2 * MIB + 10 * MIB  # the last for gloo, threads and Python
-
-
-def die_in_a_child_group(send: Send) -> None:
-    torch.set_num_threads(1)
-    member = Member.from_launcher(timeout_s=TIMEOUT_S)
-    device = member.device
-    values, plan = halves_and_quarters()
-    whole = ProcessGroupTransport.gloo(dist.PrefixStore("all", member.store), device, 3, TIMEOUT_S)
-    if device == 2:  # it has no part in the child group, and is told of no failure
-        send(("beside", True, 0.0))
-        whole.close()
-        return
-    child = ProcessGroupTransport.gloo(dist.PrefixStore("child", member.store), device, 2, TIMEOUT_S)
-    values = tensor("w", torch.arange(64.0).reshape(8, 8))
-    (of,) = values
-    rows, columns = ([box(of, (0, 4)), box(of, (4, 8))], [box(of, (0, 8), (0, 4)), box(of, (0, 8), (4, 8))])
-    placed = PlacedLayout(ranks(*[[one] for one in rows]), (0, 1))
-    plan = make_plan(placed, ranks(*[[one] for one in columns]), devices=(0, 1), placement=(0, 1))
-    program, sources = compile_programs(plan, 16)[device], cut(plan.prev, values)[device]
-
-    def sink(event: Event) -> None:
-        if device == 1 and isinstance(event, RoundEnded) and event.index == event.rounds // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    started_s = time.monotonic()
-    journal = Journal(program, sources)
-    try:
-        run_program(journal, child, staging_bytes=16, allocate=fresh, timeout_s=2.0, sink=sink)
-    except TransportError:
-        mine = PlacedLayout(Layout((plan.prev.shards_on(device),), (0,)), (device,))
-        send(("survived", right({device: journal.held()}, mine, values), time.monotonic() - started_s))
-    finally:
-        child.close()
-        whole.close()
-
-
-@pytest.mark.timeout(60)
-def test_whoever_moves_in_a_child_group_leaves_it_in_time_when_its_only_peer_is_killed() -> None:
-    told: dict[int, tuple[str, bool, float]] = {}
-    with LocalJob(3, die_in_a_child_group, (), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
-        try:
-            for device, message in job.messages():
-                told[device] = message
-        except PeerLost:
-            pass
-    assert told.keys() == {0, 2}
-    assert told[0][:2] == ("survived", True)
-    assert told[0][2] < 2.0 + 5.0
+def test_with_a_cap_of_64_bytes_a_message_everything_arrives_as_without() -> None:
+    found: dict[int, list[Any]] = told(2, chunked)
+    for device, ((*all_of_it,),) in found.items():
+        assert all(fine for fine, _, _ in all_of_it)
+        for (_, free_bytes, few), (_, capped_bytes, many) in zip(all_of_it[:3], all_of_it[3:], strict=True):
+            if device == 0 and few:
+                assert free_bytes > 64 >= capped_bytes
+                assert many > 4 * few

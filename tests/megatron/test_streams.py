@@ -1,17 +1,21 @@
 """What goes on by coordinate: random streams, and the samples that each replica reads."""
 
+import hashlib
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from tests.megatron.harness import Scenario, Send, initialise, open_session, run_processes, small
 
 from shardshift import Infeasible
-from shardshift.adapters.megatron import Adapter
+from shardshift.adapters.megatron import Adapter, Job
 from shardshift.demo.model import Recipe, make_adapter, train_step
 from shardshift.demo.text import Corpus
+from shardshift.elastic import transition
 
 SHARED = ("python", "numpy", "torch", "data-parallel-rng")
 TRACKED = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
@@ -73,6 +77,130 @@ def test_a_new_coordinate_starts_a_stream_of_its_own() -> None:
             if pp or (tp and stream not in SHARED):
                 for iteration in range(2):
                     assert own != [number[stream] for number in from_the_seed[iteration][pp, tp, dp]]
+
+
+Streams = dict[str, torch.Tensor]
+
+
+def seed_by_rank(job: Job) -> None:
+    """Streams of one's own for each rank: seeds 10, 11, 12, ... by (pp, tp); shared ones by pp."""
+    at = job.layout.coordinate
+    seed = 10 + at.tp + job.config.tp * at.pp
+    random.seed(10 + at.pp)
+    np.random.seed(10 + at.pp)
+    torch.manual_seed(10 + at.pp)
+    states = {
+        stream: torch.Generator().manual_seed(10 + at.pp if stream in SHARED else seed).get_state()
+        for stream in TRACKED
+    }
+    get_cuda_rng_tracker().set_states(states)
+
+
+def draw_around_a_permutation(send: Send, scenario: Scenario, order: tuple[int, ...]) -> None:
+    """Draw thrice; come back to the same layout on other devices, if so asked; and draw for the fourth time."""
+    torch.set_num_threads(1)
+    plan_of: Any = transition.make_plan  # type: ignore[attr-defined]
+
+    def permuted(*args: Any, **options: Any) -> Any:
+        if options["placement"] is None and args[1].world_size == len(order):
+            options["placement"] = order
+        return plan_of(*args, **options)
+
+    transition.make_plan = permuted  # type: ignore[attr-defined]
+    with open_session(scenario) as elastic:
+        job = elastic.start(lambda job: initialise(scenario, job))
+        while job and job.iteration < 3:
+            if elastic.resize_due(job):
+                job = elastic.resize(job) or elastic.start()
+                continue
+            drawn_now = [draw() for _ in range((3, 0, 1)[job.iteration])]
+            if job.iteration == 2:
+                at = job.layout.coordinate
+                send(((at.pp, at.tp, at.dp), drawn_now[0]))
+            with elastic.commit_step(job):
+                pass
+
+
+def fourth_draws(
+    start: str, between: str, order: tuple[int, ...], seeds: Callable[[Job], None]
+) -> tuple[dict[Any, Any], dict[int, Any]]:
+    """The fourth draw of each coordinate, and which coordinate was on which device."""
+    changes = {1: between, 2: start} if order else {}
+    scenario = Scenario(small(3, layers=2, batch=4, vocab_size=64), start, changes, prepare=seeds)
+    found = run_processes(scenario.devices, draw_around_a_permutation, scenario, order)
+    return {at: numbers for _, (at, numbers) in found}, {device: at for device, (at, _) in found}
+
+
+@pytest.mark.parametrize(
+    ("start", "between", "order"),
+    [("tp2", "tp2dp2", (3, 0)), ("pp2", "pp2dp2", (2, 1)), ("pp2tp2", "pp2tp2dp2", (6, 3, 4, 1))],
+)
+def test_ranks_that_run_on_other_devices_take_their_streams_along(
+    start: str, between: str, order: tuple[int, ...]
+) -> None:
+    moved, now = fourth_draws(start, between, order, seed_by_rank)
+    alone, then = fourth_draws(start, between, (), seed_by_rank)
+    assert [now[device] for device in order] == [then[device] for device in range(len(order))]
+    assert moved == alone
+    assert len({numbers["model-parallel-rng"] for numbers in moved.values()}) == len(order)
+
+
+def tell_streams(send: Send, scenario: Scenario) -> None:
+    """Tell the state of the tracked streams in each iteration, before anything is drawn, and then draw."""
+    torch.set_num_threads(1)
+    with open_session(scenario) as elastic:
+        job = elastic.start(lambda job: initialise(scenario, job))
+        while job and job.iteration < scenario.recipe.steps:
+            if elastic.resize_due(job):
+                states = get_cuda_rng_tracker().get_states()
+                send(("before", job.iteration, job.layout.coordinate, {k: v.clone() for k, v in states.items()}))
+                job = elastic.resize(job) or elastic.start()
+                continue
+            states = get_cuda_rng_tracker().get_states()
+            send(("in", job.iteration, job.layout.coordinate, {k: v.clone() for k, v in states.items()}))
+            draw()
+            with elastic.commit_step(job):
+                pass
+
+
+def derived(origin: torch.Tensor, stream: str, pp: int, tp: int) -> torch.Tensor:
+    """The documented derivation, written down once more."""
+    text = b"shardshift rng\0" + origin.numpy().tobytes() + f"\0tracker:{stream}\0pp{pp}\0tp{tp}".encode()
+    seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+def test_tensor_ranks_that_come_and_go_have_derived_streams_and_the_first_goes_on() -> None:
+    scenario = Scenario(small(5), "tp1dp2", {1: "tp2dp2", 2: "tp1dp2", 3: "tp2dp1", 4: "tp1dp1"})
+    before: dict[int, Streams] = {}
+    found: dict[int, dict[tuple[int, int], Streams]] = {}
+    for _, (when, iteration, at, states) in run_processes(4, tell_streams, scenario):
+        if when == "before" and (at.tp, at.dp) == (0, 0):
+            before[iteration] = states
+        if when == "in":
+            found.setdefault(iteration, {})[at.tp, at.dp] = states
+    alone = {
+        iteration: states
+        for _, (_, iteration, at, states) in run_processes(1, tell_streams, Scenario(small(5), "tp1", {}))
+    }
+    for iteration, by_rank in found.items():
+        for (tp, dp), states in by_rank.items():
+            for stream in TRACKED:
+                state = states[stream]
+                assert torch.equal(state, by_rank[tp, 0][stream]), "replicas are alike"
+                if tp == 0 or stream in SHARED:
+                    assert torch.equal(state, alone[iteration][stream])
+                else:
+                    assert torch.equal(state, derived(before[iteration][stream], stream, 0, tp))
+                    assert not torch.equal(state, by_rank[0, dp][stream])
+    for stream in ("model-parallel-rng", "expert-parallel-rng"):
+        assert not torch.equal(found[1][1, 0][stream], found[3][1, 0][stream]), "each change has its own"
+    from_the_seed = {
+        at.tp: states
+        for _, (_, iteration, at, states) in run_processes(2, tell_streams, Scenario(small(1), "tp2dp1", {}))
+    }
+    for iteration in (1, 3):
+        assert not torch.equal(found[iteration][1, 0]["model-parallel-rng"], from_the_seed[1]["model-parallel-rng"])
 
 
 class Reading(Corpus):

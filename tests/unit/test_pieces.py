@@ -8,7 +8,7 @@ from tests.unit.strategies import Move, growths, inside, moves
 from tests.unit.test_run import DTYPES, planned, retyped
 
 from shardshift.engine import pieces
-from shardshift.engine.pieces import MESSAGE_BYTES, Parcel, parcels_of, part_of
+from shardshift.engine.pieces import MESSAGE_BYTES, WHOLE_BYTES, Parcel, parcels_of, part_of
 from shardshift.schedule import DIRECT_BYTES, Recv, Send, compile_programs
 from shardshift.values import Kind, Region, Shard, Tensor
 
@@ -40,9 +40,9 @@ def test_both_ends_of_a_pair_derive_the_same_messages_with_the_same_parts(
         patch.setattr(pieces, "MESSAGE_BYTES", cuts[1])
         for device, program in programs.items():
             for step in program.rounds:
-                for parcel in parcels_of(step.sends, lambda peer: views):
+                for parcel in parcels_of(step.sends, lambda peer: views, cuts[1]):
                     sent.setdefault((device, parcel.peer), []).append(wire(parcel))
-                for parcel in parcels_of(step.recvs, lambda peer: views):
+                for parcel in parcels_of(step.recvs, lambda peer: views, cuts[1]):
                     received.setdefault((parcel.peer, device), []).append(wire(parcel))
                     assert parcel.nbytes == sum(region.numel * of.itemsize for of, region in wire(parcel))
                     largest = max((one.piece.nbytes for one in step.recvs), default=0)
@@ -60,8 +60,17 @@ def test_small_pieces_share_buckets_and_large_ones_are_cut_into_boxes_of_whole_r
     small, large = recvs(*[(32, 32)] * 1500), recvs((3000, 1024))
     buckets = parcels_of(small, flat)
     assert [parcel.nbytes for parcel in buckets] == [MESSAGE_BYTES, 1500 * 4096 - MESSAGE_BYTES]
-    boxes = parcels_of([*small, *large], flat)[:-2]
+    boxes = parcels_of([*small, *large], flat, 4 << 20)[:-2]
     assert [parcel.parts[0][1].shape for parcel in boxes] == [(1024, 1024)] * 2 + [(952, 1024)]
+
+
+def test_what_is_contiguous_on_both_ends_goes_in_larger_messages_than_what_may_have_to_be_packed() -> None:
+    of = Tensor(Kind.PARAM, "w", (4096, 4096), "float32", 4)
+    rows, columns = Shard(of, Region((0, 0), (1024, 4096))), Shard(of, Region((0, 0), (4096, 1024)))
+    assert rows.nbytes == columns.nbytes == WHOLE_BYTES
+    assert [parcel.nbytes for parcel in parcels_of([Recv(rows, rows, 1)], flat)] == [WHOLE_BYTES]
+    cut = parcels_of([Recv(columns, columns, 1)], flat)
+    assert [parcel.nbytes for parcel in cut] == [MESSAGE_BYTES] * (WHOLE_BYTES // MESSAGE_BYTES)
 
 
 def test_in_a_bucket_every_part_is_aligned_to_its_dtype() -> None:
@@ -90,7 +99,7 @@ def test_a_logical_tensor_beyond_2_to_the_31_elements_is_cut_with_exact_offsets(
     of = Tensor(Kind.PARAM, "embedding", (262_144, 8_960), "float32", 4)
     half = Shard(of, Region((131_072, 0), (131_072, 8_960)))
     found = parcels_of([Send(half, half, 1)], flat)
-    assert all(DIRECT_BYTES < parcel.nbytes <= MESSAGE_BYTES for parcel in found[:-1])
+    assert all(DIRECT_BYTES < parcel.nbytes <= WHOLE_BYTES for parcel in found[:-1])
     assert sum(parcel.nbytes for parcel in found) == half.nbytes == 131_072 * 8_960 * 4
     stops = [parcel.parts[0][1].stops[0] for parcel in found]
     assert [parcel.parts[0][1].offsets[0] for parcel in found] == [131_072, *stops[:-1]]

@@ -17,6 +17,7 @@ from shardshift.coordination import Control
 from shardshift.elastic import LocalJob, Member
 from shardshift.engine import Journal, available_bytes, pieces, run_program
 from shardshift.engine.events import Event, FencePassed, RoundEnded, Sink, nowhere
+from shardshift.engine.run import Move as LiveMove
 from shardshift.plan import Plan, make_plan
 from shardshift.schedule import DIRECT_BYTES, Program, compile_programs
 from shardshift.transport import (
@@ -409,6 +410,10 @@ def test_while_one_round_is_on_the_wire_the_next_is_posted_and_no_third() -> Non
     shard = rows(WEIGHT, 0, 8)
     devices = two_devices([[shard], []], [[], [shard]], 96)
     assert [len(device.program.rounds) for device in devices] == [8, 8]
+    for device in devices:
+        for held in (device.sources, device.targets):
+            for one, live in held.items():
+                held[one] = live.t().contiguous().t()  # so that it has to be staged
     hub = MemoryHub(2, deferred=True)
     hub.hold(0, 1)
     posts: list[tuple[int, int]] = []
@@ -439,6 +444,88 @@ def test_while_one_round_is_on_the_wire_the_next_is_posted_and_no_third() -> Non
 
     in_threads([let_go, *(lambda d=d: d.run(Counted(d.program.device)) for d in devices)])
     assert len(posts) == 16
+
+
+def test_rounds_that_stage_nothing_are_all_posted_while_the_first_is_on_the_wire() -> None:
+    shard = rows(WEIGHT, 0, 8)
+    sender, receiver = two_devices([[shard], []], [[], [shard]], 96)
+    hub, posted, all_posted = MemoryHub(2, deferred=True), list[int](), threading.Event()
+    hub.hold(0, 1)
+
+    class Counted:
+        device = sender.program.device
+
+        def __init__(self) -> None:
+            self._own = hub.transport(self.device)
+
+        def takes_views(self, peer: int) -> bool:
+            return False
+
+        def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+            posted.append(len(sends))
+            if len(posted) == len(sender.program.rounds) == 8:
+                all_posted.set()
+            return self._own.post(sends, recvs)
+
+        def close(self) -> None:
+            self._own.close()
+
+    def let_go() -> None:
+        assert all_posted.wait(TIMEOUT_S)
+        hub.release(0, 1)
+
+    in_threads([let_go, lambda: sender.run(Counted()), lambda: receiver.run(hub.transport(receiver.program.device))])
+    assert posted == [1] * 8
+
+
+def test_a_move_is_prepared_without_a_word_to_anybody_and_only_once() -> None:
+    devices = two_devices(
+        [[rows(WEIGHT, 0, 4)], [rows(WEIGHT, 4, 8)]], [[columns(WEIGHT, 0, 3)], [columns(WEIGHT, 3, 6)]], 24
+    )
+    hub, given = MemoryHub(2), list[Shard]()
+
+    def body(device: Device) -> None:
+        def allocate(shard: Shard) -> torch.Tensor:
+            given.append(shard)
+            return device.targets[shard]
+
+        transport = Late()
+        journal = Journal(device.program, device.sources)
+        move = LiveMove(journal, transport, staging_bytes=24, allocate=allocate, timeout_s=TIMEOUT_S)
+        move.prepare()
+        move.prepare()
+        transport.own = hub.transport(device.program.device)
+        found = move.run()
+        device.check(found, {shard: tensor.stride() for shard, tensor in device.targets.items()})
+
+    class Late:
+        """Is connected later."""
+
+        own: Transport = Unreachable()
+        device = 0
+
+        def takes_views(self, peer: int) -> bool:
+            return False
+
+        def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+            return self.own.post(sends, recvs)
+
+        def close(self) -> None:
+            pass
+
+    in_threads([lambda d=device: body(d) for device in devices])  # type: ignore[misc]
+    assert sorted(given) == sorted(shard for device in devices for shard in device.targets)
+
+
+def test_what_is_wrong_with_a_tensor_is_said_when_the_move_is_prepared() -> None:
+    device = two_devices(
+        [[rows(WEIGHT, 0, 4)], [rows(WEIGHT, 4, 8)]], [[rows(WEIGHT, 4, 8)], [rows(WEIGHT, 0, 4)]], 64
+    )[0]
+    device.sources[rows(WEIGHT, 0, 4)] = torch.zeros(4, 5)
+    journal = Journal(device.program, device.sources)
+    move = LiveMove(journal, Unreachable(), staging_bytes=64, allocate=device.targets.__getitem__, timeout_s=TIMEOUT_S)
+    with pytest.raises(Mismatch, match=r"shape \(4, 5\)"):
+        move.prepare()
 
 
 def test_rounds_that_were_compiled_for_more_staging_are_refused_and_nothing_is_sent() -> None:

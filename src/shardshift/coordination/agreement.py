@@ -68,7 +68,11 @@ def to_record(**fields: object) -> bytes:
 def refusal(error: BaseException) -> bytes:
     """A record that carries an error instead; an error that is not ours travels as its text."""
     if not isinstance(error, ShardshiftError):
-        error = ShardshiftError(f"{type(error).__name__}: {error}")
+        try:
+            text = str(error)
+        except Exception:  # its own __str__ raises; the others wait for something all the same
+            text = "(its text cannot be had)"
+        error = ShardshiftError(f"{type(error).__name__}: {text}")
     return to_record(refused=error.to_wire())
 
 

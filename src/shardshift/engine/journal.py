@@ -36,7 +36,6 @@ class Live:
         self._sources, self._targets = sources, targets
         self._old: dict[int, torch.Tensor] = {}
         self._new: dict[int, torch.Tensor] = {}
-        self._fresh: list[tuple[Shard, torch.Tensor]] = []
 
     def check(self, shards: Iterable[Shard]) -> None:
         """Look old shards up and hold their tensors against them.
@@ -50,20 +49,15 @@ class Live:
                 known[id(shard)] = check_tensor(shard, sources.get(shard), "holds")
 
     def add(self, shards: Iterable[Shard], memory: Callable[[Shard], torch.Tensor]) -> None:
-        """Get memory for new shards. They are among the targets after ``settle``, which has time until all is posted.
+        """Get memory for new shards, and put them among the targets.
 
         Raises:
             Mismatch: if it is not what a shard needs.
         """
-        known, fresh = self._new, self._fresh
+        known, targets = self._new, self._targets
         for shard in shards:
             tensor = known[id(shard)] = check_tensor(shard, memory(shard), "was given memory for")
-            fresh.append((shard, tensor))
-
-    def settle(self) -> None:
-        """Put the new shards among the targets."""
-        self._targets.update(self._fresh)
-        self._fresh.clear()
+            targets[shard] = tensor
 
     @property
     def devices(self) -> set[torch.device]:
@@ -78,16 +72,12 @@ class Live:
     def new(self, shard: Shard) -> torch.Tensor:
         """A new shard's tensor."""
         tensor = self._new.get(id(shard))
-        if tensor is None:
-            self.settle()
-            return self._targets[shard]
-        return tensor
+        return self._targets[shard] if tensor is None else tensor
 
     def clear(self) -> None:
         """Let go of the tensors."""
         self._old.clear()
         self._new.clear()
-        self._fresh.clear()
 
 
 class Journal:
@@ -192,6 +182,12 @@ def check_tensor(shard: Shard, tensor: torch.Tensor | None, what: str) -> torch.
     """
     if tensor is None:
         raise Mismatch(f"{shard}: the layout says that this device {what} it, but no tensor was given")
+    if not _has_memory(tensor):
+        raise Mismatch(
+            f"{shard}: this device {what} a tensor with layout {tensor.layout} on {tensor.device}, which has no dense "
+            "memory for its elements, or has it no more; nothing was moved. What to do: give dense tensors that hold "
+            "their values"
+        )
     if tensor.shape != shard.region.shape or _NAMES[tensor.dtype] != shard.tensor.dtype:
         raise Mismatch(
             f"{shard}: this device {what} a tensor of shape {tuple(tensor.shape)} and dtype "
@@ -199,6 +195,15 @@ def check_tensor(shard: Shard, tensor: torch.Tensor | None, what: str) -> torch.
             f"{shard.tensor.dtype}; nothing was moved. What to do: describe the layout as the tensors really are"
         )
     return tensor
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a tensor lie in its storage, which may have been freed under it."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end_bytes = (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
+    return not tensor.numel() or end_bytes <= tensor.untyped_storage().nbytes()
 
 
 def _read(epoch: Epoch) -> Iterator[Shard]:

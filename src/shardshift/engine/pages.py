@@ -23,6 +23,7 @@ import mmap
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -113,12 +114,22 @@ class Pages:
                 self._wanted[size_bytes] -= 1
                 self._free.setdefault(size_bytes, []).append(storage)
                 kept_bytes += size_bytes
+        _trim()
         return kept_bytes
 
     def clear(self) -> None:
         """Let go of what is kept."""
         self._free.clear()
         self._wanted.clear()
+
+
+def _trim() -> None:
+    """Let glibc give the pages of small freed tensors back, which it would keep for ever in the middle of its heap.
+
+    Without it a move of shards below 1 MiB went 17 MiB over its bound. It takes 64 ms for 500 MB.
+    """
+    with suppress(AttributeError):  # other C libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _holders(tensors: list[torch.Tensor]) -> tuple[int, int, int, int]:

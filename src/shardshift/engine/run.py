@@ -1,14 +1,15 @@
 """The run loop: carries out one device's program on live tensors.
 
 Rounds are this device's own (``schedule.compile``): the peers of one round may be in rounds of other numbers, and
-nobody waits for a device that it has no message with. How pieces become messages is in ``pieces``, where they are
-staged in ``staging``. Per epoch:
+nobody waits for a device that it has no message with. How pieces become messages is in ``pieces``, how rounds meet
+memory in ``flight``, where pieces are staged in ``staging``. Per epoch:
 
-1. Its new shards get memory.
-2. Two rounds are in flight. While a round is on the wire, the receives of the next are posted, its messages are packed
-   and posted one by one, and its copies run; then the former is completed and unpacked, message by message. A message
-   that forwards what the former round receives waits for that, and later ones to the same peer wait with it, since
-   their order is all that says which is which.
+1. Its new shards get memory, and its rounds are bound. For the first epoch that can be done beforehand (``prepare``).
+2. Several rounds are in flight. To begin one, its receives are posted, its messages are packed and posted one by one,
+   and its copies run. A round whose messages are staged where an earlier round's are waits until that is complete; at
+   most ``MOST_IN_FLIGHT`` are under way. Rounds are completed in their order, and unpacked message by message. A
+   message that forwards what a round in flight receives waits for that, and later ones to the same peer wait with it,
+   since their order is all that says which is which.
 3. When all rounds are complete, digests are compared (``verify``), if asked for.
 4. ``fence``: all devices have come this far. Only then are old shards released.
 
@@ -16,7 +17,8 @@ Messages go out in the program's order, each device completes its rounds in thei
 are posted no later than the round before is complete: so whatever can be run one round after the other can be run so.
 
 On GPUs a batch waits, in the order of a stream, for the one before, so receives that are posted apart from the sends of
-their round could wait for each other in a circle. There a round is one batch, posted when all of it can be sent.
+their round could wait for each other in a circle. There a round is one batch, posted when all of it can be sent, and
+two are in flight.
 
 Whatever fails, old shards that are not released are whole, and the journal says what else is. Handing strided views to
 a flat transport was rejected, since gloo sends the wrong bytes of them without a word.
@@ -26,24 +28,26 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
-from torch.profiler import record_function
 
-from ..schedule import Forward, Round
-from ..transport import Pending, Transport
-from ..values import Region, Shard
+from ..transport import Message, Transport
+from ..values import Shard
 from .events import FencePassed, LinkBytes, RoundEnded, Sink, nowhere
-from .journal import Journal, Live, check_live
+from .flight import Flight, Leg, bind
+from .journal import Journal, check_live
 from .pages import Pages
-from .pieces import Bound, Moved, Parcel, copy_all, parcels_of
-from .staging import Arena
+from .pieces import Bound
+from .staging import MOST_IN_FLIGHT, Arena
 from .verify import Ledger
 
-__all__ = ["check_live", "no_fence", "run_program"]
+_Range = torch._C._profiler._RecordFunctionFast
+"""A ``torch.profiler.record_function`` that costs 0.2 us while nobody profiles; that takes 6, 30 with a cold cache."""
+
+__all__ = ["Move", "check_live", "no_fence", "run_program"]
 
 
 def no_fence(epoch: int) -> None:
@@ -85,25 +89,17 @@ def run_program(
             way, and nothing of its epoch was released.
         TransportError: if a peer is gone or too slow.
     """
-    move = _Move(journal, transport, staging_bytes, timeout_s, verify, sink)
-    epochs, device = journal.program.epochs, journal.program.device
-    with torch.no_grad():
-        with _collector_off():
-            journal.begin()
-        for index in range(len(epochs)):
-            with _collector_off():
-                journal.allocate(index, allocate)
-                if pages is not None:
-                    pages.clear()
-                move.run(index)
-            journal.finished = index + 1
-            fence(index)
-            journal.fences = index + 1
-            if pages is not None and index + 1 < len(epochs):
-                pages.expect(shard.nbytes for shard in epochs[index + 1].allocate)
-            released_bytes = journal.release(index, pages)
-            sink(FencePassed(device, index, len(epochs), released_bytes, time.perf_counter()))
-    return journal.targets
+    move = Move(
+        journal,
+        transport,
+        staging_bytes=staging_bytes,
+        allocate=allocate,
+        timeout_s=timeout_s,
+        verify=verify,
+        pages=pages,
+        sink=sink,
+    )
+    return move.run(fence)
 
 
 @contextmanager
@@ -122,73 +118,110 @@ def _collector_off() -> Iterator[None]:
         gc.enable()
 
 
-@dataclass(slots=True)
-class _Leg:
-    """Messages that were posted together."""
-
-    pending: Pending
-    arriving: list[Bound]
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A round that has begun.
+class Move:
+    """A move on one device, in two steps: ``prepare``, then ``run``. Arguments are those of ``run_program``.
 
     Attributes:
-        number: the round's, over all epochs.
-        step: the round.
-        began_s: when.
-        arriving: messages to receive that are not posted.
-        leaving: messages to send that are not posted.
-        legs: what is on the wire.
-        links: per peer the bytes that go there, and that come from there.
-        copied_bytes: bytes copied locally.
+        journal: as given.
     """
 
-    number: int
-    step: Round
-    began_s: float
-    arriving: list[Bound]
-    leaving: list[Bound]
-    legs: list[_Leg] = field(default_factory=list)
-    links: dict[int, list[int]] = field(default_factory=dict)
-    copied_bytes: int = 0
-
-
-class _Move:
-    """A move under way on one device."""
-
     def __init__(
-        self, journal: Journal, transport: Transport, staging_bytes: int, timeout_s: float, verify: bool, sink: Sink
+        self,
+        journal: Journal,
+        transport: Transport,
+        *,
+        staging_bytes: int,
+        allocate: Callable[[Shard], torch.Tensor],
+        timeout_s: float,
+        verify: bool = False,
+        pages: Pages | None = None,
+        sink: Sink = nowhere,
     ) -> None:
-        self._journal, self._program = journal, journal.program
+        self.journal, self._program = journal, journal.program
         self._transport, self._timeout_s, self._verify, self._sink = transport, timeout_s, verify, sink
+        self._allocate, self._pages = allocate, pages
         self._arena = Arena(staging_bytes)
         self._devices: set[torch.device] = set()
         self._rounds = sum(len(epoch.rounds) for epoch in self._program.epochs)
-        self._begun = 0
+        self._bound = 0  # rounds
+        self._ahead: deque[Flight] | None = None
 
-    def run(self, index: int) -> None:
-        """Carry out the rounds of an epoch. When it returns, all of them are complete."""
-        epoch, live = self._program.epochs[index], self._journal.live[index]
+    def prepare(self) -> None:
+        """Do all of the move that tells nobody: check the old shards, make new ones and the rounds of the first epoch.
+
+        It takes as long as the wire if pieces are many and small. Nothing is written but the new shards' memory and
+        the journal's targets, so whoever does not want to go on drops the move. A second call does nothing.
+
+        Raises:
+            Mismatch: if a live tensor, or a new one, is not what its shard says.
+        """
+        if self._ahead is None:
+            with torch.no_grad(), _collector_off():
+                self.journal.begin()
+                self._ahead = self._bind(0) if self._program.epochs else deque()
+
+    def run(self, fence: Callable[[int], None] = no_fence) -> dict[Shard, torch.Tensor]:
+        """Carry out the program; see ``run_program``."""
+        self.prepare()
+        journal, epochs, device = self.journal, self._program.epochs, self._program.device
+        try:
+            with torch.no_grad():
+                for index in range(len(epochs)):
+                    with _collector_off():
+                        if index:
+                            self._ahead = self._bind(index)
+                        self._run(index)
+                    journal.finished = index + 1
+                    fence(index)
+                    journal.fences = index + 1
+                    if self._pages is not None and index + 1 < len(epochs):
+                        self._pages.expect(shard.nbytes for shard in epochs[index + 1].allocate)
+                    released_bytes = journal.release(index, self._pages)
+                    self._sink(FencePassed(device, index, len(epochs), released_bytes, time.perf_counter()))
+        finally:
+            self._ahead = deque()  # after an error, rounds that did not begin would keep old shards' memory
+        return journal.targets
+
+    def _bind(self, index: int) -> deque[Flight]:
+        """Make the new shards and the rounds of an epoch."""
+        self.journal.allocate(index, self._allocate)
+        if self._pages is not None:
+            self._pages.clear()
+        live, rounds = self.journal.live[index], self._program.epochs[index].rounds
         self._devices = live.devices
+        flights = bind(rounds, self._bound, live, self._transport, self._arena, verify=self._verify)
+        self._bound += len(flights)
+        return deque(flights)
+
+    def _run(self, index: int) -> None:
+        """Carry out the rounds of an epoch. When it returns, all of them are complete and forgotten."""
         ledger = Ledger() if self._verify else None
-        before: _Flight | None = None
-        for step in epoch.rounds:
-            flight = self._bind(step, live)
-            self._journal.under_way.append(flight)
-            with record_function(f"shardshift round {flight.number}: pack and post"):
-                self._post(flight, self._held_back(flight, before), ledger)
-            live.settle()  # under the wire, too: thousands of shards take milliseconds
-            with record_function(f"shardshift round {flight.number}: copy"):
-                flight.copied_bytes = copy_all(step.copies, live)
-            if before is not None:
-                self._finish(index, before, ledger)
-            self._post(flight, set(), ledger)
-            before = flight
-        live.settle()
-        if before is not None:
-            self._finish(index, before, ledger)
+        ahead, under_way = self._ahead or deque(), deque[Flight]()
+        in_batches = any(device.type == "cuda" for device in self._devices)
+        post, most = (self._post_batch, 2) if in_batches else (self._post, MOST_IN_FLIGHT)
+
+        def finish_one() -> None:
+            self._finish(index, under_way.popleft(), ledger)
+
+        while ahead:
+            flight = ahead.popleft()
+            while under_way and (under_way[0].number <= flight.after or len(under_way) == most):
+                finish_one()
+            self.journal.under_way.append(flight)
+            flight.began_s = time.perf_counter()
+            held_back = flight.waits_for(under_way)
+            with _Range(f"shardshift round {flight.number}: pack and post"):
+                post(flight, held_back, ledger)
+            if flight.copies.targets:
+                with _Range(f"shardshift round {flight.number}: copy"):
+                    flight.copies.carry_out()
+            if held_back:
+                while under_way:
+                    finish_one()
+                post(flight, (), ledger)
+            under_way.append(flight)
+        while under_way:
+            finish_one()
         for device in self._devices:
             if device.type == "cuda":  # what was unpacked and copied is there, and not only ordered
                 torch.cuda.current_stream(device).synchronize()
@@ -196,109 +229,50 @@ class _Move:
             ledger.settle(self._transport, self._home, self._timeout_s)
 
     @property
-    def _one_device(self) -> torch.device | None:
-        """Where all tensors are; None if they are in several places."""
-        if len(self._devices) < 2:
-            return next(iter(self._devices), torch.device("cpu"))
-        return None
-
-    @property
     def _home(self) -> torch.device:
         """Where the transport takes payloads that belong to no tensor."""
-        return self._one_device or next(device for device in self._devices if device.type != "cpu")
+        gpus = (device for device in self._devices if device.type != "cpu")
+        return next(gpus, torch.device("cpu"))
 
-    @property
-    def _in_batches(self) -> bool:
-        return any(device.type == "cuda" for device in self._devices)
+    def _post_batch(self, flight: Flight, held_back: Collection[int], ledger: Ledger | None) -> None:
+        """Post all messages of a round as one batch, when none has to be held back."""
+        arriving, leaving = ([b for leg in legs for b in leg.bounds] for legs in (flight.arriving, flight.leaving))
+        if not held_back and (arriving or leaving):
+            pending = self._transport.post(_packed(leaving, ledger), [bound.message() for bound in arriving])
+            flight.arriving, flight.leaving = [Leg(arriving, pending)], []
 
-    def _bind(self, step: Round, live: Live) -> _Flight:
-        """Make the messages of a round, and give those memory that need it."""
-        number, self._begun = self._begun, self._begun + 1
-        began_s = time.perf_counter()
-        arriving, leaving = (
-            [Bound(parcel, live) for parcel in parcels]
-            for parcels in (self._parcels(step.recvs), self._parcels(step.sends))
-        )
-        flight = _Flight(number, step, began_s, arriving, leaving)
-        for place, bounds in ((0, leaving), (1, arriving)):
-            for bound in bounds:
-                flight.links.setdefault(bound.parcel.peer, [0, 0])[place] += bound.parcel.nbytes
-        by_views = {peer: self._transport.takes_views(peer) for peer in flight.links}
-        staged: dict[torch.device, list[Bound]] = {}
-        for bound in (*arriving, *leaving):
-            if not bound.is_direct and not by_views[bound.parcel.peer]:
-                staged.setdefault(self._one_device or bound.device, []).append(bound)
-        for device, bounds in staged.items():
-            payloads = self._arena.place(number, device, [bound.parcel.nbytes for bound in bounds])
-            for bound, payload in zip(bounds, payloads, strict=True):
-                bound.stage(payload)
-        return flight
-
-    def _parcels(self, instructions: Sequence[Moved]) -> list[Parcel]:
-        return parcels_of(instructions, self._transport.takes_views)
-
-    def _held_back(self, flight: _Flight, before: _Flight | None) -> set[int]:
-        """The peers to whom something goes that the round before receives."""
-        fresh: dict[Shard, list[Region]] = {}
-        forwards = [send for send in flight.step.sends if isinstance(send, Forward)]
-        if before is not None and forwards:
-            for recv in before.step.recvs:
-                fresh.setdefault(recv.target, []).append(recv.piece.region)
-        return {
-            forward.peer
-            for forward in forwards
-            if any(region.intersect(forward.piece.region) for region in fresh.get(forward.source, ()))
-        }
-
-    def _post(self, flight: _Flight, held_back: Collection[int], ledger: Ledger | None) -> None:
+    def _post(self, flight: Flight, held_back: Collection[int], ledger: Ledger | None) -> None:
         """Post what is not posted, except messages to the peers that are held back."""
-        if self._in_batches:
-            if not held_back and (flight.arriving or flight.leaving):
-                self._post_together(flight, flight.arriving, flight.leaving, ledger)
-                flight.arriving, flight.leaving = [], []
-            return
-        for bound in flight.arriving:
-            self._post_together(flight, [bound], [], ledger)
-        flight.arriving = []
-        for bound in flight.leaving:
-            if bound.parcel.peer not in held_back:
-                self._post_together(flight, [], [bound], ledger)
-        flight.leaving = [bound for bound in flight.leaving if bound.parcel.peer in held_back]
+        post = self._transport.post
+        for leg in flight.arriving:
+            if leg.pending is None:
+                leg.pending = post([], [bound.message() for bound in leg.bounds])
+        for leg in flight.leaving:
+            if leg.pending is None and leg.peer not in held_back:
+                leg.pending = post(_packed(leg.bounds, ledger), [])
 
-    def _post_together(
-        self, flight: _Flight, arriving: list[Bound], leaving: list[Bound], ledger: Ledger | None
-    ) -> None:
-        for bound in leaving:
-            bound.pack(mixed=self._one_device is None)
-        pending = self._transport.post(
-            [bound.message_sent() for bound in leaving], [bound.message_received() for bound in arriving]
-        )
-        flight.legs.append(_Leg(pending, arriving))
-        if ledger is not None:
-            for bound in leaving:
-                ledger.sent(bound)
-
-    def _finish(self, epoch: int, flight: _Flight, ledger: Ledger | None) -> None:
+    def _finish(self, epoch: int, flight: Flight, ledger: Ledger | None) -> None:
         """Wait for a round and put what has arrived in its place."""
         deadline_s = time.monotonic() + self._timeout_s
-        with record_function(f"shardshift round {flight.number}: complete and unpack"):
-            for leg in flight.legs:
-                leg.pending.complete(max(deadline_s - time.monotonic(), 0.001))
-                for bound in leg.arriving:
+        with _Range(f"shardshift round {flight.number}: complete and unpack"):
+            for leg in flight.arriving:
+                leg.complete(deadline_s)
+                for bound in leg.bounds:
                     bound.unpack()
                     if ledger is not None:
                         ledger.received(bound)
-        self._journal.under_way.remove(flight)
-        links = tuple(LinkBytes(peer, *both) for peer, both in flight.links.items())
-        self._sink(
-            RoundEnded(
-                self._program.device,
-                epoch,
-                flight.number,
-                self._rounds,
-                links,
-                flight.copied_bytes,
-                flight.began_s,
-                time.perf_counter(),
-            )
-        )
+            for leg in flight.leaving:
+                leg.complete(deadline_s)
+        self.journal.under_way.remove(flight)
+        links = tuple([LinkBytes(peer, *both) for peer, both in flight.links.items()])
+        device, copied_bytes, ended_s = self._program.device, flight.copies.nbytes, time.perf_counter()
+        self._sink(RoundEnded(device, epoch, flight.number, self._rounds, links, copied_bytes, flight.began_s, ended_s))
+
+
+def _packed(bounds: list[Bound], ledger: Ledger | None) -> list[Message]:
+    """Messages to post, their digests taken while they are in the cache."""
+    for bound in bounds:
+        bound.pack()
+        if ledger is not None:
+            ledger.sent(bound)
+    return [bound.message() for bound in bounds]
