@@ -11,7 +11,7 @@ from .pages import Pages, prefault
 from .pieces import MESSAGE_BYTES
 from .replicas import Copies, differing, refuse_differing
 from .reshard import mover_of, reshard
-from .run import run_program
+from .run import Move, run_program
 
 __all__ = [
     "MESSAGE_BYTES",
@@ -19,6 +19,7 @@ __all__ = [
     "Event",
     "Interrupted",
     "Journal",
+    "Move",
     "Mover",
     "Pages",
     "Resumed",
