@@ -15,7 +15,6 @@ A fork server was rejected: bodies would have to be importable by name, and that
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import pickle
@@ -23,7 +22,7 @@ import signal
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
@@ -31,6 +30,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from shardshift.elastic import die_with_parent
 
 T = TypeVar("T")
 Action: TypeAlias = Callable[[], object]
@@ -42,7 +43,6 @@ Spans: TypeAlias = dict[str, list[tuple[float, float]]]
 TIMEOUT_S: Final = 60.0
 _LOOK_S: Final = 0.0005
 _WORD_BYTES: Final = 8
-_PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(slots=True)
@@ -156,14 +156,19 @@ def run_ranks(
         met[-1] = store.port
         return _collect(pipes, time.monotonic() + timeout_s)
     finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            os.waitpid(pid, 0)
-        for pipe in pipes:
-            pipe.close()
+        end(pids, pipes)
         met.release()
         shared.close()
+
+
+def end(pids: Iterable[int], pipes: Iterable[Connection]) -> None:
+    """Kill processes, stopped ones too, and wait until they are gone."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    for pipe in pipes:
+        pipe.close()
 
 
 def _collect(pipes: Mapping[Connection, int], deadline: float) -> list[Any]:
@@ -189,7 +194,7 @@ def _collect(pipes: Mapping[Connection, int], deadline: float) -> list[Any]:
 def _child(rank: Rank, body: Callable[[Rank], object], pipe: Connection) -> None:
     """The life of a rank. Never returns: whatever the parent had open or registered is the parent's to end."""
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends all
         torch.set_num_threads(1)
         pipe.send_bytes(pickle.dumps(("", body(rank))))

@@ -6,7 +6,6 @@ The state's every element says who it is, so what a survivor holds can be held a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import pickle
@@ -21,8 +20,10 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from _processes import end
 from _state import coded, dtype_of
 
+from shardshift.elastic import die_with_parent
 from shardshift.engine import Event, Interrupted, Mover, names_of
 from shardshift.engine.events import FencePassed, PhaseBegan, RoundEnded
 from shardshift.models import Catalogue, Model
@@ -201,12 +202,7 @@ def accounts_of(case: Case, fault: Fault | None) -> tuple[dict[int, Account], di
             if fault is not None and set(waiting.values()) <= {fault.victim}:
                 break
     finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            os.waitpid(pid, 0)
-        for pipe in pipes:
-            pipe.close()
+        end(pids, pipes)
         when_s = struck[0]
         struck.release()
         shared.close()
@@ -218,7 +214,7 @@ def accounts_of(case: Case, fault: Fault | None) -> tuple[dict[int, Account], di
 def _child(case: Case, fault: Fault | None, device: int, struck: Any, pipe: Connection) -> None:
     """The life of one process; never returns."""
     try:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        die_with_parent()
         torch.set_num_threads(1)
         victim, account = Victim(device, fault, struck), Account(device)
         while not struck[1]:

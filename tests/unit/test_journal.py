@@ -18,7 +18,7 @@ from tests.unit.test_run import retyped, whole_value
 
 from shardshift.engine import Journal, Pages, run_program
 from shardshift.engine.events import Event, FencePassed
-from shardshift.engine.journal import check_live
+from shardshift.engine.journal import check_held
 from shardshift.plan import Plan, make_plan
 from shardshift.schedule import Epoch, Program, compile_programs
 from shardshift.transport import MemoryHub, byte_view
@@ -199,7 +199,7 @@ def test_live_tensors_can_be_checked_before_a_move_begins() -> None:
     plan, values = swap_of_four()
     program = compile_programs(plan, 512)[0]
     sources = cut(plan.prev, values)[0]
-    check_live(program, sources)
+    check_held(sources)
     journal = Journal(program, sources)
     journal.begin()
     journal.begin()
@@ -211,5 +211,9 @@ def test_live_tensors_can_be_checked_before_a_move_begins() -> None:
     shard = next(iter(sources))
     for live, what in wrong:
         others = {key: value for key, value in sources.items() if key != shard}
+        given = others if live is None else others | {shard: live}
         with pytest.raises(Mismatch, match=what):
-            check_live(program, others if live is None else others | {shard: live})
+            Journal(program, given).begin()
+        if live is not None:
+            with pytest.raises(Mismatch, match=what):
+                check_held(given)

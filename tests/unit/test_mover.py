@@ -210,11 +210,24 @@ def test_tensors_that_overlap_in_part_are_refused() -> None:
     assert "b" in text
 
 
+@pytest.mark.parametrize("freed", [0, 1])
+def test_a_copy_without_memory_is_refused_also_where_nothing_but_the_comparison_would_read_it(freed: int) -> None:
+    both, target = PlacedLayout(Layout(whole("a").roles, (0, 0)), (0, 1)), PlacedLayout(whole("a"), (2,))
+
+    def work(mover: Mover) -> Any:
+        state = {} if mover.device == 2 else {"a": torch.ones(4, 2)}
+        if mover.device == freed:
+            state["a"].untyped_storage().resize_(0)
+        return mover.move(both, target, state)
+
+    assert "no dense memory" in errors(together(range(3), work), Mismatch)
+
+
 def test_auto_keeps_if_all_fits_refuses_if_not_and_releases_where_that_is_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     values = coded(placed(PP4))
-    monkeypatch.setattr(attempt, "available_bytes", lambda: 0)
+    monkeypatch.setattr(attempt, "available_bytes", lambda sharers: 0)
 
     def work(mover: Mover) -> Any:
         state = state_on(mover.device, placed(PP4), values)

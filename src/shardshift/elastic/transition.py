@@ -319,8 +319,7 @@ class Transition(Generic[J]):
     def _check_memory(self, program: Program, sharers: int) -> None:
         """Refuse a move that would not fit beside the state that is kept until the commit."""
         peak_bytes = peak_extra_bytes(program)
-        # Processes on CPU share the machine's memory; a GPU has its own.
-        share_bytes = available_bytes() // (1 if torch.cuda.is_available() else sharers)
+        share_bytes = available_bytes(sharers)
         if peak_bytes > share_bytes:
             raise Infeasible(
                 f"device {self._control.device} needs {peak_bytes:,} bytes beside its present state, {share_bytes:,} "

@@ -98,7 +98,7 @@ def _identity(tensor: torch.Tensor) -> _Key:
 def _crossing(tensors: Mapping[_K, torch.Tensor]) -> Iterator[tuple[_K, _K]]:
     """Pairs in one storage whose stretches from the first to the last byte have a byte in common."""
     stretches = sorted(
-        ((*_stretch(tensor), index, key) for index, (key, tensor) in enumerate(tensors.items()) if tensor.numel()),
+        ((*stretch(tensor), index, key) for index, (key, tensor) in enumerate(tensors.items()) if tensor.numel()),
         key=lambda one: one[:3],
     )
     open_ones: list[tuple[int, _K]] = []
@@ -108,7 +108,7 @@ def _crossing(tensors: Mapping[_K, torch.Tensor]) -> Iterator[tuple[_K, _K]]:
         open_ones.append((stop, key))
 
 
-def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
+def stretch(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte, and one past the last, within the storage."""
     start = int(tensor.storage_offset())
     last = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

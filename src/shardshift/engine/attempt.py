@@ -19,7 +19,7 @@ from ..schedule import Epoch, Program, Schedule, peak_of
 from ..values import Layout, PlacedLayout, Shard, ShardshiftError, Topology
 from .aliases import storages
 from .events import phase
-from .journal import Journal, check_live, check_tensor
+from .journal import Journal, check_held
 from .line import Line
 from .memory import available_bytes
 from .named import by_shard, names_of
@@ -160,6 +160,11 @@ class Attempt:
             program = _program(release, self._device)
             return Agreed(release, program, self._move(program, sources), tied)
 
+    def ask(self, topic: str, answer: bytes) -> dict[int, dict[str, Any]]:
+        """Give an answer before anything is planned, and hear those of all; see ``settle``."""
+        with self._line.watch.during("agree"):
+            return self._settle(topic, answer, "agree")
+
     def stay(self, layout: PlacedLayout, state: Mapping[str, torch.Tensor]) -> None:
         """Agree that nothing has to move: the state is in the layout that was asked for, on every device.
 
@@ -169,8 +174,7 @@ class Attempt:
         """
         with self._phase("agree"):
             try:
-                for shard, tensor in by_shard(state, names_of(layout.shards_on(self._device))).items():
-                    check_tensor(shard, tensor, "holds")
+                check_held(by_shard(state, names_of(layout.shards_on(self._device))))
                 answer = to_record(
                     **asdict(self._terms),
                     digest=f"{layout.layout.digest} on {layout.devices}",
@@ -237,7 +241,7 @@ class Attempt:
             Journal(program, sources),
             line.transport,
             staging_bytes=self._terms.staging_bytes,
-            allocate=lambda shard: pages.empty(shard.region.shape, getattr(torch, shard.tensor.dtype), self._memory),
+            allocate=lambda shard: pages.of_shard(shard, self._memory),
             pages=pages,
             timeout_s=line.timeout_s,
             verify=self._terms.verify,
@@ -252,11 +256,10 @@ class Attempt:
         schedule, copies = Schedule.of(plan, terms.staging_bytes), Copies(plan, device)
         program = _program(schedule, device)
         names_of(plan.curr.shards_on(device))  # no two of them may have one name
-        check_live(program, sources)
+        check_held(sources)
         move = self._move(program, sources)
         peak_bytes = peak_of(program, plan.prev.shards_on(device)).beside_prev_bytes
-        # Processes on CPU share the machine's memory; a GPU has its own.
-        free_bytes = available_bytes() // (1 if torch.cuda.is_available() else len(self._line.devices))
+        free_bytes = available_bytes(len(self._line.devices))
         if terms.policy == "keep" or (terms.policy == "auto" and peak_bytes <= free_bytes):
             move.prepare()  # with small pieces that takes as long as the wire, and here all do it at once
         answer = to_record(

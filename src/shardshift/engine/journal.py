@@ -14,6 +14,7 @@ import torch
 
 from ..schedule import Epoch, Program, Send
 from ..values import Mismatch, Shard
+from .aliases import stretch
 from .pages import Pages
 
 _NAMES: Final = {
@@ -157,16 +158,14 @@ class Journal:
         return sum(shard.nbytes for shard in self.program.epochs[index].release)
 
 
-def check_live(program: Program, sources: Mapping[Shard, torch.Tensor]) -> None:
-    """Hold the live tensors that a program refers to or reads against their shards.
+def check_held(sources: Mapping[Shard, torch.Tensor]) -> None:
+    """Hold all tensors of a device to their shards: those too that only a digest of copies will read.
 
     Raises:
-        Mismatch: naming one that is missing, or is not what its shard says. Nothing has moved.
+        Mismatch: naming one that is not what its shard says. Nothing has moved.
     """
-    live = Live(sources, {})
-    live.check(refer.shard for refer in program.refers)
-    for epoch in program.epochs:
-        live.check(_read(epoch))
+    for shard, tensor in sources.items():
+        check_tensor(shard, tensor, "holds")
 
 
 def check_tensor(shard: Shard, tensor: torch.Tensor | None, what: str) -> torch.Tensor:
@@ -201,9 +200,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether all elements of a tensor lie in its storage, which may have been freed under it."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    end_bytes = (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
-    return not tensor.numel() or end_bytes <= tensor.untyped_storage().nbytes()
+    return not tensor.numel() or stretch(tensor)[1] <= tensor.untyped_storage().nbytes()
 
 
 def _read(epoch: Epoch) -> Iterator[Shard]:

@@ -21,8 +21,8 @@ from ..plan import Plan
 from ..schedule.resume import Direction, resume_plan
 from ..values import Mismatch, PlacedLayout, Shard, Tensor
 from .attempt import Agreed, Interrupted
-from .checksum import checksum
-from .ties import Ties, pairs
+from .pieces import part_of
+from .ties import Ties, pairs, same
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ class Left(Interrupted):
         sources = self._tensors(plan.prev.shards_on(self.journal.program.device))
         for group in self.tied:
             for one_of, other in pairs(group, sources):
-                if sources[one_of] is not sources[other] and checksum(sources[one_of]) != checksum(sources[other]):
+                if not same(sources[one_of], sources[other]):
                     raise Mismatch(
                         f"{one_of} and {other} were one tensor, and have arrived with different bits; nothing was "
                         "moved. What to do: restart from a checkpoint, and untie them or make them equal there"
@@ -92,7 +92,7 @@ class Left(Interrupted):
         for group in self.tied:
             for one, other in pairs(group, by_shard):
                 first, second = by_shard[one], by_shard[other]
-                if state[first] is not state[second] and checksum(state[first]) == checksum(state[second]):
+                if same(state[first], state[second]):
                     state[second] = state[first]
 
     def _tensors(self, shards: Iterable[Shard]) -> dict[Shard, torch.Tensor]:
@@ -107,8 +107,7 @@ class Left(Interrupted):
                 tensor = held.get(shard)
                 if tensor is None:
                     whole = next(one for one in new[shard.tensor] if one.region.contains(shard.region))
-                    inside = shard.region.relative_to(whole.region)
-                    tensor = held[whole][tuple(map(slice, inside.offsets, inside.stops))]
+                    tensor = part_of(held[whole], shard.region, whole.region)
                 found[shard] = tensor
         except (KeyError, StopIteration):
             raise Mismatch(

@@ -22,12 +22,12 @@ from __future__ import annotations
 from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch
 import torch.distributed as dist
 
-from ..coordination import Control, refusal, settle, to_record
+from ..coordination import Control, refusal, to_record
 from ..plan import Plan, make_plan
 from ..plan.summary import STAGING_BYTES
 from ..schedule import Direction
@@ -210,12 +210,10 @@ class Mover:
                 attempt.stay(plan, state)
                 self.generation += 1
                 found = dict(state)
-            else:
-                agreed = attempt.agree(plan, sources)
-                found = self._finish(attempt, agreed, state)
-            if policy == "release":
-                state.clear()  # where nothing moved as well
-            return found
+                if policy == "release":
+                    state.clear()  # as where something moves
+                return found
+            return self._finish(attempt, attempt.agree(plan, sources), state)
 
     def place(
         self,
@@ -283,7 +281,7 @@ class Mover:
         left = interrupted if isinstance(interrupted, Left) else None
         try:
             with self._line.watch.peers():
-                records = self._tell_left(left, type(interrupted).__name__)
+                records = attempt.ask("journal", self._told(left, type(interrupted).__name__))
                 assert left is not None  # a refusal of one's own has been raised
                 direction: Direction = "to"
                 sources: dict[Shard, torch.Tensor] = {}
@@ -302,21 +300,17 @@ class Mover:
         left.tie(names_of(agreed.schedule.plan.curr.shards_on(self.device)), state)
         return Resumed(direction, agreed.schedule.plan.curr, state)
 
-    def _tell_left(self, left: Left | None, given: str) -> dict[int, dict[str, Any]]:
-        """Say what is left of an interrupted move here, and hear it of all."""
+    def _told(self, left: Left | None, given: str) -> bytes:
+        """What this device says of what an interrupted move has left here."""
         if left is not None:
-            answer = to_record(**left.record)
-        else:
-            answer = refusal(
-                Mismatch(
-                    f"device {self.device} gives a {given}, which is no journal of an interrupted move; nothing was "
-                    "moved. What to do: give the attribute 'journal' of the error; where it is None the old state is "
-                    "whole, and there is nothing to resume"
-                )
+            return to_record(**left.record)
+        return refusal(
+            Mismatch(
+                f"device {self.device} gives a {given}, which is no journal of an interrupted move; nothing was "
+                "moved. What to do: give the attribute 'journal' of the error; where it is None the old state is "
+                "whole, and there is nothing to resume"
             )
-        line, topic = self._line, f"move/{self._attempts}/journal"
-        with line.watch.during("agree"):
-            return settle(line.control, topic, line.devices, "agree", answer)
+        )
 
     def _finish(
         self,

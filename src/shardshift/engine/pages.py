@@ -86,10 +86,10 @@ class Pages:
             return kept
         return empty(shape, dtype, device)
 
-    def of_shard(self, shard: Shard) -> torch.Tensor:
-        """A CPU tensor of a shard's shape and dtype: what ``run_program`` takes as ``allocate``."""
+    def of_shard(self, shard: Shard, device: torch.device = _CPU) -> torch.Tensor:
+        """A tensor of a shard's shape and dtype: what ``run_program`` takes as ``allocate``."""
         dtype: torch.dtype = getattr(torch, shard.tensor.dtype)
-        return self.empty(shard.region.shape, dtype)
+        return self.empty(shard.region.shape, dtype, device)
 
     def expect(self, sizes_bytes: Iterable[int]) -> None:
         """Say what is allocated next; of other sizes nothing is kept."""
@@ -104,6 +104,8 @@ class Pages:
         Returns:
             Bytes that were kept.
         """
+        if not tensors:
+            return 0  # under ``keep``, and between epochs: nothing to trim either
         kept_bytes = 0
         of_one_holder = _holders([torch.empty(1)])  # what the counts of a tensor are that nobody else holds
         while tensors:

@@ -38,7 +38,7 @@ from ..transport import Message, Transport
 from ..values import Shard
 from .events import FencePassed, LinkBytes, RoundEnded, Sink, nowhere
 from .flight import Flight, Leg, bind
-from .journal import Journal, check_live
+from .journal import Journal
 from .pages import Pages
 from .pieces import Bound
 from .staging import MOST_IN_FLIGHT, Arena
@@ -46,8 +46,6 @@ from .verify import Ledger
 
 _Range = torch._C._profiler._RecordFunctionFast
 """A ``torch.profiler.record_function`` that costs 0.2 us while nobody profiles; that takes 6, 30 with a cold cache."""
-
-__all__ = ["Move", "check_live", "no_fence", "run_program"]
 
 
 def no_fence(epoch: int) -> None:

@@ -86,7 +86,7 @@ def check_ties(ties: Ties, targets: Mapping[Shard, torch.Tensor]) -> None:
     """
     for group in ties:
         for one, other in pairs(group, targets):
-            if targets[one] is not targets[other] and checksum(targets[one]) != checksum(targets[other]):
+            if not same(targets[one], targets[other]):
                 raise Mismatch(
                     f"{one} and {other} are one tensor on one device, and other devices hold different bits under the "
                     "two names; nothing was committed. What to do: make them equal, or untie them everywhere"
@@ -100,6 +100,11 @@ def tie(ties: Ties, targets: MutableMapping[Shard, torch.Tensor], kept: Collecti
             first = next((shard for shard in alike if shard in kept), alike[0])
             for shard in alike:
                 targets[shard] = targets[first]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are one, or have the same bits."""
+    return one is other or checksum(one) == checksum(other)
 
 
 def pairs(group: Collection[Tensor], shards: Iterable[Shard]) -> Iterator[tuple[Shard, Shard]]:
