@@ -144,6 +144,21 @@ def test_devices_that_were_told_different_things_are_named() -> None:
     unknown: Any = "fast"
     found = together(range(2), lambda mover: mover.move(PP4, PP4, {}, policy=unknown))
     assert "policy 'fast'" in errors(found, Infeasible)
+    found = together(range(2), lambda mover: mover.move(PP4, PP4, {}, verify=unknown))
+    assert "verify 'fast'" in errors(found, Infeasible)
+
+
+def test_verify_by_digest_is_what_true_means() -> None:
+    def work(mover: Mover) -> Any:
+        state = state_on(mover.device, placed(PP4), coded(placed(PP4)))
+        return holds(
+            mover.device,
+            placed(TP4),
+            coded(placed(TP4)),
+            mover.move(PP4, TP4, state, verify="digest" if mover.device else True),
+        )
+
+    assert all(together(range(4), work).values())
 
 
 def test_copies_that_differ_are_refused_by_name_and_nothing_has_moved() -> None:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from ..adapters import Adapter, Place
 from ..adapters.protocol import J
 from ..coordination import AnsweringStore, Control, Watch
+from ..engine import Verify, verifies
 from ..engine.events import Notice, Sink, guarded, nowhere, phase
 from ..transport import Transport, connect
 from ..values import Infeasible, Mismatch, ParallelConfig, PeerLost, ShardshiftError
@@ -364,7 +365,7 @@ def session(
     timeout_s: float = 30.0,
     staging_bytes: int = 64 << 20,
     transport: str = "auto",
-    verify: bool = False,
+    verify: Verify = False,
     sink: Sink = nowhere,
 ) -> Session[J]:
     """Open this process's part in an elastic training job.
@@ -381,16 +382,16 @@ def session(
         timeout_s: the longest that a collective, an agreement or a round may take.
         staging_bytes: the most that one device stages at any time, for sending and receiving together.
         transport: ``"auto"``: directly within a host where that works, else over gloo; ``"gloo"``: over gloo alone.
-        verify: hold each piece that is moved to a digest of what was sent.
+        verify: ``"digest"`` (or True): hold each piece that is moved to a digest of what was sent.
         sink: takes the events of all changes of layout (``shardshift.engine.events``).
 
     Raises:
-        Infeasible: if the layout, the policy or the preference cannot be.
+        Infeasible: if the layout, the policy, the preference or the verification cannot be.
     """
     return Session(
         adapter,
         member or Member.from_launcher(timeout_s=timeout_s),
         ParallelConfig.parse(layout) if isinstance(layout, str) else layout,
         resizes or Script({}),
-        Settings(policy, prefer, timeout_s, staging_bytes, transport, verify, guarded(sink)),
+        Settings(policy, prefer, timeout_s, staging_bytes, transport, verifies(verify), guarded(sink)),
     )

@@ -9,6 +9,7 @@ from .mover import Mover, Resumed
 from .named import names_of
 from .pages import Pages, prefault
 from .pieces import MESSAGE_BYTES
+from .readiness import Policy, Verify, verifies
 from .replicas import Copies, differing, refuse_differing
 from .reshard import mover_of, reshard
 from .run import Move, run_program
@@ -22,8 +23,10 @@ __all__ = [
     "Move",
     "Mover",
     "Pages",
+    "Policy",
     "Resumed",
     "Sink",
+    "Verify",
     "available_bytes",
     "checksum",
     "differing",
@@ -34,4 +37,5 @@ __all__ = [
     "refuse_differing",
     "reshard",
     "run_program",
+    "verifies",
 ]

@@ -45,7 +45,7 @@ from .events import Sink, nowhere
 from .left import Left
 from .line import Kind, Line
 from .named import by_shard, names_of
-from .readiness import POLICIES, Policy
+from .readiness import POLICIES, Policy, Verify, verifies
 from .ties import Ties, tie
 
 _MEETING_S: Final = 60.0
@@ -162,7 +162,7 @@ class Mover:
         *,
         policy: Policy = "auto",
         may_release: bool = False,
-        verify: bool = False,
+        verify: Verify = False,
         compare_copies: bool = True,
         lost: Collection[int] = (),
     ) -> dict[str, torch.Tensor]:
@@ -177,7 +177,7 @@ class Mover:
             policy: ``keep``: old tensors stay whole until the commit; ``release``: memory is bounded by the larger of
                 old and new state, plus staging, plus the largest storage; ``auto``: ``keep`` if it fits everywhere.
             may_release: whether ``auto`` may choose ``release`` where ``keep`` does not fit.
-            verify: hold each piece to a digest of what was sent.
+            verify: ``"digest"`` (or True): hold each piece to a digest of what was sent.
             compare_copies: refuse replicas that differ, which reads every byte that several devices hold.
             lost: devices of ``prev`` that are gone.
 
@@ -198,6 +198,7 @@ class Mover:
             try:
                 if policy not in POLICIES:
                     raise Infeasible(f"unknown policy {policy!r}; what to do: use one of {', '.join(POLICIES)}")
+                verifies(verify)
                 before, after = self._placed(prev, lost), self._placed(curr, ())
                 if before == after and not lost:
                     plan = after
@@ -256,7 +257,7 @@ class Mover:
                 curr,
             )
 
-    def resume(self, interrupted: object, *, to: PlacedLayout | None = None, verify: bool = False) -> Resumed:
+    def resume(self, interrupted: object, *, to: PlacedLayout | None = None, verify: Verify = False) -> Resumed:
         """Bring the state of an interrupted move under ``release`` into a layout again.
 
         Called by all devices of the mover: all of the move, or, after ``exclude``, the survivors.
@@ -331,11 +332,11 @@ class Mover:
         names = names_of(agreed.schedule.plan.curr.shards_on(self.device))
         return {name: targets[shard] for name, shard in names.items()}
 
-    def _attempt(self, policy: Policy, *, may_release: bool, verify: bool, compare_copies: bool) -> Attempt:
+    def _attempt(self, policy: Policy, *, may_release: bool, verify: Verify, compare_copies: bool) -> Attempt:
         if self._line.transport is None:
             raise Mismatch("this mover is closed; nothing was moved. What to do: make a new one, on every device")
         self._attempts += 1
-        terms = Terms(policy, may_release, verify, compare_copies, self._staging_bytes)
+        terms = Terms(policy, may_release, bool(verify), compare_copies, self._staging_bytes)
         return Attempt(self._line, f"move/{self._attempts}", self.generation, terms, self._memory)
 
     def _placed(self, layout: PlacedLayout | Layout, lost: Collection[int]) -> PlacedLayout:

@@ -14,6 +14,8 @@ from ..values import Infeasible, Mismatch, Tensor
 
 Policy: TypeAlias = Literal["auto", "keep", "release"]
 POLICIES: Final = ("auto", "keep", "release")
+Verify: TypeAlias = bool | Literal["digest"]
+"""``True`` is ``"digest"``: so far there is no other way."""
 
 _ALIKE: Final = {
     "digest": "plan",
@@ -28,6 +30,17 @@ _ALIKE: Final = {
 
 Records = Mapping[int, Mapping[str, Any]]
 """Per device what it says of itself."""
+
+
+def verifies(verify: Verify) -> bool:
+    """Whether pieces are to be held to digests.
+
+    Raises:
+        Infeasible: if it is another word.
+    """
+    if verify not in (False, True, "digest"):
+        raise Infeasible(f"unknown verify {verify!r}; what to do: use 'digest', True or False")
+    return bool(verify)
 
 
 def check_alike(records: Records) -> None:

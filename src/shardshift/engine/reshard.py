@@ -12,7 +12,7 @@ from ..values import Infeasible, Layout, PlacedLayout, Topology
 from .events import Sink, nowhere
 from .line import Kind
 from .mover import Mover
-from .readiness import Policy
+from .readiness import Policy, Verify
 
 
 def reshard(
@@ -23,7 +23,7 @@ def reshard(
     *,
     policy: Policy = "auto",
     may_release: bool = False,
-    verify: bool = False,
+    verify: Verify = False,
     compare_copies: bool = True,
     topology: Topology | None = None,
     transport: Kind = "auto",
