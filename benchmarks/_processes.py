@@ -15,6 +15,7 @@ A fork server was rejected: bodies would have to be importable by name, and that
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import os
 import pickle
@@ -145,7 +146,7 @@ def run_ranks(
     try:
         for index in range(count):
             ours, theirs = Pipe(duplex=False)
-            pid = os.fork()
+            pid = fork()
             if not pid:
                 _child(Rank(index, count, host, met), body, theirs)
             pids.append(pid)
@@ -159,6 +160,23 @@ def run_ranks(
         end(pids, pipes)
         met.release()
         shared.close()
+
+
+def fork() -> int:
+    """``os.fork``, after which the child never collects what the parent has made.
+
+    A group or store in a cycle that the parent has not collected yet joins its threads when it goes; in a child they
+    are not there, and ``std::thread::join`` then ends the process or waits for another thread in the same place.
+    """
+    collects, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()  # nothing may be collected between the two lines below
+    gc.freeze()
+    pid = os.fork()
+    if pid and not frozen:  # a child that forks keeps its own parent's objects frozen
+        gc.unfreeze()
+    if collects:
+        gc.enable()
+    return pid
 
 
 def end(pids: Iterable[int], pipes: Iterable[Connection]) -> None:

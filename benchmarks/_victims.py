@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from _processes import end
+from _processes import end, fork
 from _state import coded, dtype_of
 
 from shardshift.elastic import die_with_parent
@@ -183,7 +183,7 @@ def accounts_of(case: Case, fault: Fault | None) -> tuple[dict[int, Account], di
     try:
         for device in range(case.devices):
             ours, theirs = Pipe(duplex=False)
-            pid = os.fork()
+            pid = fork()
             if not pid:
                 _child(case, fault, device, struck, theirs)
             theirs.close()

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, Final, TypeVar
 
 import numpy as np
+from _processes import fork
 from _repeats import MOVES, Open, differ, repeated, slope_kib
 from _victims import BOUND_S, MODEL, TIMEOUT_S, Case, Fault, accounts_of
 
@@ -164,7 +165,7 @@ def _apart(works: Sequence[Callable[[], T]], at_once: int) -> list[T]:
             while todo and len(running) < at_once:
                 index, work = todo.popleft()
                 ours, theirs = Pipe(duplex=False)
-                pid = os.fork()
+                pid = fork()
                 if not pid:
                     _work(work, theirs)
                 theirs.close()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardshift.report.bench import Benchmark
 from shardshift.values import Kind, Region, Shard, Tensor
@@ -159,3 +163,29 @@ def test_hosts_are_shaped_and_nothing_of_them_stays(netns: ModuleType) -> None:
         assert len(made()) >= 4
         raise InterruptedError
     assert made() == []
+
+
+def test_what_the_parent_left_to_its_collector_does_not_end_a_rank(processes: ModuleType) -> None:
+    """A group in a cycle joins threads when it goes: a rank that collected it would end, or wait for ever."""
+
+    def leave_a_cycle() -> None:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        cycle: list[Any] = [dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=20)), store]
+        cycle.append(cycle)
+
+    gc.disable()
+    try:
+        for _ in range(3):
+            leave_a_cycle()
+
+        def body(rank: Any) -> float:
+            group = processes.bare_group(rank)
+            gc.collect()
+            ones = torch.ones(1)
+            group.allreduce([ones]).wait()
+            return ones.item()
+
+        assert processes.run_ranks(3, body, timeout_s=20.0) == [3.0] * 3
+    finally:
+        gc.enable()
+        gc.collect()
