@@ -14,7 +14,7 @@ PROPOSAL = Proposal(
     curr_devices=(0, 1, 2),
     usable=(0, 1, 2, 3),
     iteration=7,
-    moments=True,
+    kinds=("exp_avg", "exp_avg_sq"),
     digest="abc",
 )
 

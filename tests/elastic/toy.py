@@ -12,7 +12,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -163,14 +163,17 @@ class ToyAdapter:
             "gloo", store=place.store, rank=place.rank, world_size=place.config.world_size, timeout=timeout
         )
 
-    def change(self, prev: ParallelConfig, curr: ParallelConfig, *, moments: bool) -> ToyChange:
+    def change(self, prev: ParallelConfig, curr: ParallelConfig, *, kinds: Sequence[str]) -> ToyChange:
         self.at("plan")
         if any((fault.device, fault.where) == (self.device, "digest") for fault in self.faults):
             return ToyChange(self, layout_of(prev), layout_of(ParallelConfig(dp=curr.world_size)))
         return ToyChange(self, layout_of(prev), layout_of(curr))
 
-    def has_moments(self, job: ToyJob) -> bool:
-        return True
+    def state_kinds(self, job: ToyJob) -> Sequence[str]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def quiesce(self, job: ToyJob) -> None:
+        self.at("quiesce")
 
     def companions(self, job: ToyJob) -> dict[str, bytes]:
         self.at("agree")

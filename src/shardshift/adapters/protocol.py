@@ -6,7 +6,7 @@ one process: whatever needs several processes, the runtime does between the call
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -103,17 +103,27 @@ class Adapter(Protocol[J]):
     def start(self, place: Place) -> J:
         """Enter the world of the first generation and build the job there, with initial weights."""
 
-    def change(self, prev: ParallelConfig, curr: ParallelConfig, *, moments: bool) -> Change[J]:
+    def change(self, prev: ParallelConfig, curr: ParallelConfig, *, kinds: Sequence[str]) -> Change[J]:
         """Both layouts of a change, without building anything real.
 
         Args:
             prev: the configuration that the job runs in.
             curr: one that ``check`` accepts.
-            moments: whether the optimizer's moments exist (they do not before the first step).
+            kinds: of optimizer state that exist (``state_kinds``).
         """
 
-    def has_moments(self, job: J) -> bool:
-        """Whether the optimizer's moments exist."""
+    def state_kinds(self, job: J) -> Sequence[str]:
+        """The kinds of optimizer state that exist in the whole job; none before the first step."""
+
+    def quiesce(self, job: J) -> None:
+        """Let what runs beside the training loop come to rest, and bring every tensor up to date.
+
+        Collective over the job's ranks. The job may train on afterwards as if nothing had been: the change can still be
+        refused.
+
+        Raises:
+            Mismatch: on every rank alike, if the job is not between two steps.
+        """
 
     def companions(self, job: J) -> dict[str, bytes]:
         """The state that is not tensors by region: steps, groups, scheduler, counters, random streams.

@@ -25,7 +25,7 @@ class Proposal:
         curr_devices: per virtual rank of ``curr`` its device.
         usable: the devices that could have run a rank of ``curr``; what is the least hangs on them.
         iteration: optimizer steps finished.
-        moments: whether the optimizer has moments to move.
+        kinds: of optimizer state that there is to move.
         digest: of the lead's plan.
     """
 
@@ -35,7 +35,7 @@ class Proposal:
     curr_devices: tuple[int, ...]
     usable: tuple[int, ...]
     iteration: int
-    moments: bool
+    kinds: tuple[str, ...]
     digest: str
 
     @property
@@ -52,7 +52,7 @@ class Proposal:
             curr_devices=self.curr_devices,
             usable=self.usable,
             iteration=self.iteration,
-            moments=self.moments,
+            kinds=self.kinds,
             digest=self.digest,
         )
 
@@ -71,6 +71,6 @@ class Proposal:
             tuple(record["curr_devices"]),
             tuple(record["usable"]),
             record["iteration"],
-            record["moments"],
+            tuple(record["kinds"]),
             record["digest"],
         )

@@ -42,7 +42,8 @@ class ResizeReport:
         copied_bytes: copied within a device, over all devices.
         moved_bytes: sent between devices, over all.
         least_moved_bytes: the least that any pairing of ranks with devices has to move.
-        phases_s: seconds by phase of the pause on this rank: plan, agree, move, commit, rebuild.
+        phases_s: seconds by phase of the pause on this rank: plan, quiesce, agree, move, commit,
+            rebuild.
         ahead_s: seconds for which this rank prepared the change beforehand, between two steps.
     """
 

@@ -6,11 +6,12 @@ Every process of the job opens a session. Those that the configuration needs tra
 1. **plan**: the lead (the lowest device that trains) checks the configuration, pairs new ranks with devices and
    publishes that as a proposal, or the reason why not; every device concerned derives the plan and proves it. This
    happens as soon as the change is announced, while training goes on, if it is announced before it is due;
-2. **agree**: each says that its live tensors and its memory are as the plan needs them, or what is wrong. One that
+2. **quiesce**: what runs beside the training loop comes to rest;
+3. **agree**: each says that its live tensors and its memory are as the plan needs them, or what is wrong. One that
    is not ready, and all raise its error: nothing has moved;
-3. **move**: the engine runs this device's program; sources are only read;
-4. **commit**: all say that they have everything. From here on the new state is the state;
-5. **rebuild**: the old job's world is left, the new one entered, the job built around the tensors in place.
+4. **move**: the engine runs this device's program; sources are only read;
+5. **commit**: all say that they have everything. From here on the new state is the state;
+6. **rebuild**: the old job's world is left, the new one entered, the job built around the tensors in place.
 
 Whatever breaks, in training as in a change, ends as one ``PeerLost`` on every survivor.
 """
@@ -220,7 +221,7 @@ class Session(Generic[J]):
             if leads:
                 proposal = prepared.proposal
                 stale = proposal is not None and (
-                    proposal.moments != self._adapter.has_moments(job)
+                    proposal.kinds != tuple(map(str, self._adapter.state_kinds(job)))
                     or not self._control.gone().isdisjoint(proposal.participants)
                 )
                 prepared.transition.decide(holds=prepared.resize == resize and not stale)
@@ -275,6 +276,14 @@ class Session(Generic[J]):
             assert isinstance(derived, Exception)
             raise derived  # the lead's refusal
         self._watch.concern(proposal.participants)
+        if job is not None:
+            with self._timed(phases, "quiesce"):
+                try:
+                    self._adapter.quiesce(job)
+                except PeerLost:
+                    raise
+                except Exception as error:  # goes to every rank as text
+                    derived = error
         with self._timed(phases, "agree"):
             companions = transition.agree(job, proposal, derived)
         assert not isinstance(derived, Exception)  # agree has raised it

@@ -116,8 +116,8 @@ class Transition(Generic[J]):
             if target.world_size > self._topology.devices:
                 raise too_few_devices(target, self._topology.devices)
             self._adapter.check(target)
-            moments = self._adapter.has_moments(job)
-            change = self._adapter.change(job.config, target, moments=moments)
+            kinds = tuple(map(str, self._adapter.state_kinds(job)))
+            change = self._adapter.change(job.config, target, kinds=kinds)
             gone = self._control.gone()
             usable = [device for device in range(self._topology.devices) if device not in gone]
             plan = self._plan(change, devices, usable, target, None)
@@ -128,7 +128,7 @@ class Transition(Generic[J]):
                 plan.curr.devices,
                 tuple(usable),
                 resize.iteration,
-                moments,
+                kinds,
                 plan.digest,
             )
             derived, wire = self._derived(plan, change), proposal.to_wire()
@@ -150,7 +150,7 @@ class Transition(Generic[J]):
     def derive(self, proposal: Proposal) -> Derived[J] | Exception:
         """This rank's own plan; or what is wrong, for ``agree`` to tell."""
         try:
-            change = self._adapter.change(proposal.prev, proposal.curr, moments=proposal.moments)
+            change = self._adapter.change(proposal.prev, proposal.curr, kinds=proposal.kinds)
             plan = self._plan(change, proposal.prev_devices, proposal.usable, proposal.curr, proposal.curr_devices)
             if plan.digest != proposal.digest:
                 raise Mismatch(

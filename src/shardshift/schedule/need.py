@@ -26,7 +26,15 @@ from numpy.typing import NDArray
 from ..values import Kind, Layout, Tensor
 from ..values.boxes import expand
 
-KINDS: Final = (Kind.PARAM, Kind.BUFFER, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+KINDS: Final = (
+    Kind.PARAM,
+    Kind.BUFFER,
+    Kind.MASTER,
+    Kind.EXP_AVG,
+    Kind.EXP_AVG_SQ,
+    Kind.MAX_EXP_AVG_SQ,
+    Kind.MOMENTUM,
+)
 """Kinds as they are needed."""
 
 _NEED: Final = {kind: place for place, kind in enumerate(KINDS)}

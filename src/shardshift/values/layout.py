@@ -44,7 +44,8 @@ class Layout:
 
     Args:
         roles: per role its shards.
-        role_of_rank: per virtual rank the index of its role.
+        role_of_rank: per virtual rank the index of its role, or the indices of its roles: as many for each rank, and
+            what two of them hold must be different tensors or disjoint parts.
 
     Raises:
         Mismatch: if two shards of one role overlap, if tensors of one name differ, or if a role index is out
@@ -57,8 +58,9 @@ class Layout:
     rows: Rows
     roles_of_rank: NDArray[np.int32]
 
-    def __init__(self, roles: Sequence[Role], role_of_rank: Sequence[int]) -> None:
-        if any(not 0 <= role < len(roles) for role in role_of_rank):
+    def __init__(self, roles: Sequence[Role], role_of_rank: Sequence[int] | Sequence[tuple[int, ...]]) -> None:
+        players = np.array(role_of_rank, np.int32).reshape(len(role_of_rank), -1 if len(role_of_rank) else 1)
+        if ((players < 0) | (players >= len(roles))).any():
             raise Mismatch(f"a rank names a role outside 0..{len(roles) - 1}: {tuple(role_of_rank)}")
         held = _held(roles)
         bundles: dict[tuple[tuple[int, ...], tuple[tuple[int, Region], ...]], int] = {}
@@ -73,7 +75,9 @@ class Layout:
             columns([region.stops for _, _, region in table], dims, 1),
         )
         self.__dict__["role_count"] = len(roles)  # the last roles may hold nothing, and no rank play them
-        self._set(tuple(held), np.array(bundle_of, np.int32), rows, np.array(role_of_rank, np.int32)[:, None])
+        self._set(tuple(held), np.array(bundle_of, np.int32), rows, players)
+        if players.shape[1] > 1:
+            self._check_roles_together()
 
     @classmethod
     def of_rows(

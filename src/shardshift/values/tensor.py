@@ -11,12 +11,14 @@ from .region import Region
 
 
 class Kind(StrEnum):
-    """What a logical tensor is (the paper's workload types, section III-D)."""
+    """What a logical tensor is (the paper's workload types, section III-D), optimizer state by torch's name."""
 
     PARAM = "param"
     MASTER = "fp32_master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MAX_EXP_AVG_SQ = "max_exp_avg_sq"
+    MOMENTUM = "momentum_buffer"
     BUFFER = "buffer"
 
 

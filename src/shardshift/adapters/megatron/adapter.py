@@ -11,18 +11,19 @@ import megatron.core.tensor_parallel.random as megatron_random
 import numpy as np
 import torch
 
-from ...values import Infeasible, Mismatch, ParallelConfig
+from ...values import Infeasible, Kind, Mismatch, ParallelConfig
 from ..protocol import Place
 from . import optimizer as optim
 from . import rng, world
-from .build import BuildModel, MetaModels, refuse_unknown, release
-from .change import Grid, MegatronChange
+from .build import release
+from .change import Live, MegatronChange
 from .companions import JobRecord, RankRecord
+from .divide import refuse_indivisible
+from .grid import Grid
 from .job import DataPosition, Job, Parts, RankLayout, unwrapped
-from .slots import named_parameters, padded_vocabulary
+from .meta import BuildModel, MetaJobs, Stage, Wrap, checked, keep_router_bias
+from .names import VOCABULARY
 
-Wrapped = tuple[Sequence[torch.nn.Module], Any, Any]
-Wrap = Callable[[Sequence[torch.nn.Module], RankLayout], Wrapped]
 MakeData = Callable[[RankLayout, DataPosition], Iterator[Any]]
 
 _USES: Final = ("forward", "zero_grad_buffer", "finish_grad_sync", "step", "zero_grad", "state_dict", "load_state_dict")
@@ -61,36 +62,21 @@ class Adapter:
         self._micro_batch_size = micro_batch_size
         self._vocab_size = vocab_size
         self._seed = seed
-        self._meta = MetaModels(build_model)
+        self._meta = MetaJobs(build_model, wrap)
 
     def check(self, config: ParallelConfig) -> None:
         """Refuse a configuration that the model, the batch or this adapter cannot take, and say why."""
-        carried = ParallelConfig(config.pp, config.tp, config.dp)
-        if config != carried:
-            others = str(config).removeprefix(str(carried))
-            raise Infeasible(
-                f"{config}: the Megatron adapter carries jobs over pp, tp and dp alone, not {others}; what to do: "
-                "leave the other axes out"
-            )
         per_forward = self._micro_batch_size * config.dp
         if self._global_batch_size % per_forward:
             raise Infeasible(
                 f"{config}: the global batch of {self._global_batch_size} is not divisible by micro-batch "
                 f"{self._micro_batch_size} x dp {config.dp} = {per_forward}; what to do: choose a dp that divides it"
             )
-        model = self._meta.transformer_config
-        query_groups = model.num_query_groups or model.num_attention_heads
-        for what, size in (("attention heads", model.num_attention_heads), ("query groups", query_groups)):
-            if size % config.tp:
-                raise Infeasible(
-                    f"{config}: {size} {what} are not divisible by tp {config.tp}; what to do: choose a tp that "
-                    f"divides {size}"
-                )
-        if model.ffn_hidden_size % config.tp:
+        if config.vpp > 1 and config.pp == 1:
             raise Infeasible(
-                f"{config}: mlp.linear_fc1 has parts of the ffn size {model.ffn_hidden_size}, which is not divisible "
-                f"by tp {config.tp}; what to do: choose a tp that divides it"
+                f"{config}: model chunks of a stage are interleaved over stages; what to do: choose pp > 1"
             )
+        refuse_indivisible(self._meta.transformer_config, config)
         self._meta.stages(config)
 
     def start(self, place: Place, consumed_samples: int = 0) -> Job:
@@ -108,37 +94,39 @@ class Adapter:
         torch.manual_seed(seed)
         megatron_random.model_parallel_cuda_manual_seed(seed)
         chunks = list(self._build_model(layout))
-        refuse_unknown(chunks)
         return self._assemble(chunks, layout, JobRecord(0, consumed_samples, 0, None))
 
-    def change(self, prev: ParallelConfig, curr: ParallelConfig, *, moments: bool) -> MegatronChange:
+    def change(self, prev: ParallelConfig, curr: ParallelConfig, *, kinds: Sequence[str]) -> MegatronChange:
         """Both layouts of a change."""
-        rows = self._vocab_rows(prev, curr)
-        return MegatronChange(
-            Grid(prev, self._meta.slots(prev, rows)),
-            Grid(curr, self._meta.slots(curr, rows)),
-            moments=moments,
-            build_model=self._build_model,
-            assemble=self._assemble,
-        )
+        rows, wholes = self._vocab_rows(prev, curr), self._meta.wholes()
+        grids = [Grid(one, self._meta.stages(one), wholes, tuple(map(Kind, kinds)), rows) for one in (prev, curr)]
+        return MegatronChange(*grids, build_model=self._build_model, assemble=self._assemble)
 
-    def has_moments(self, job: Job) -> bool:
-        """Whether the optimizer has made its moments."""
-        if any(True for _ in optim.trained(job.optimizer)):
-            return bool(optim.moments(job.optimizer))
-        return job.iteration > 0  # all that this rank has is frozen, so it cannot see
+    def state_kinds(self, job: Job) -> tuple[Kind, ...]:
+        """The kinds of optimizer state that exist.
+
+        A rank that has nothing to train (frozen parameters, padding) cannot see them: there it goes by what the
+        optimizers make.
+        """
+        kinds = optim.kinds_of(job.optimizer)
+        if kinds or not job.iteration or any(group["params"] for group in optim.groups(job.optimizer)):
+            return kinds
+        made = {kind for stage in self._meta.stages(job.config) for kind in stage.makes}
+        return tuple(kind for kind in optim.STATE if kind in made)
+
+    def quiesce(self, job: Job) -> None:
+        """Bring every tensor up to date; see ``Adapter`` in ``protocol``."""
+        keep_router_bias(unwrapped(job.model))
 
     def companions(self, job: Job) -> dict[str, bytes]:
         """This rank's records; none from a DP replica that is not the first."""
         at = job.layout.coordinate
         if at.dp:
             return {}
-        names: dict[torch.Tensor, str] = {
-            parameter: name for name, _, parameter in named_parameters(unwrapped(job.model))
-        }
-        states = optim.moments(job.optimizer)
+        live = Live.of(job)
+        names = live.names_of_keys()
         groups = list(optim.groups(job.optimizer))
-        steps = {names[p]: state["step"] for p, state in states.items() if "step" in state}
+        steps = {live.names[at]: kept.state["step"] for at, kept in live.holdings.items() if "step" in kept.state}
         same = {float(step): step for step in steps.values()}  # one tensor for all that agree: they are stored once
         record = RankRecord(
             coordinate=(at.pp, at.tp),
@@ -175,13 +163,8 @@ class Adapter:
         world.leave()
 
     def _assemble(self, chunks: Sequence[torch.nn.Module], layout: RankLayout, record: JobRecord) -> Job:
-        wrapped: Any = self._wrap(chunks, layout)
-        if not (isinstance(wrapped, tuple) and len(wrapped) == 3 and isinstance(wrapped[0], Sequence)):
-            raise Mismatch(
-                "wrap must return (list of wrapped chunks, Megatron optimizer, scheduler or None); it returned "
-                f"{type(wrapped).__name__}"
-            )
-        model, optimizer, scheduler = wrapped
+        model, optimizer, scheduler = checked(self._wrap(chunks, layout))
+        keep_router_bias(unwrapped(model))
         position = self._position(layout.config, record.consumed_samples)
         data = None if self._data is None else self._data(layout, position)
         parts = Parts(list(model), optimizer, scheduler, data)
@@ -194,7 +177,7 @@ class Adapter:
     def _vocab_rows(self, prev: ParallelConfig, curr: ParallelConfig) -> int | None:
         """Rows of the vocabulary that both layouts have; None where padding plays no part."""
         sizes = [
-            {rows for chunks in self._meta.stages(config) for rows in padded_vocabulary(chunks, config.tp)}
+            {rows for stage in self._meta.stages(config) for rows in _padded_vocabulary(stage, config.tp)}
             for config in (ParallelConfig(), prev, curr)
         ]
         rows = min(chain(*sizes[1:]), default=None)
@@ -212,6 +195,15 @@ class Adapter:
                 f"{prev} or {curr}; nothing was moved. What to do: pad it to at least {self._vocab_size} rows"
             )
         return rows
+
+
+def _padded_vocabulary(stage: Stage, tp_size: int) -> set[int]:
+    """Rows of the padded vocabulary, as the embedding and output layer of a stage have it; often one number."""
+    return {
+        local.named.tensor.shape[0] * (tp_size if getattr(local.named.tensor, "tensor_model_parallel", False) else 1)
+        for local in stage.locals
+        if local.named.name in VOCABULARY
+    }
 
 
 def _consumed(*args: Any, **kwargs: Any) -> Any:

@@ -13,98 +13,137 @@ from typing import Any
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
 
-from ...values import Kind, Layout, Mismatch, ParallelConfig, Shard, Tensor, Unaccounted
+from ...values import Kind, Layout, Mismatch, Shard, Unaccounted
 from ..protocol import Place
 from . import microbatches, rng, world
 from . import optimizer as optim
-from .build import BuildModel, materialise, refuse_unknown
+from .build import materialise, set_buffers
 from .companions import Companions, JobRecord
+from .grid import Grid
 from .job import Job, RankLayout, unwrapped
-from .slots import Slot, named_parameters
+from .meta import BuildModel
+from .names import Where, named_tensors
+from .optimizer import Holding
+from .slots import Slot
 
 Assemble = Callable[[Sequence[torch.nn.Module], RankLayout, JobRecord], Job]
 """Makes a job of model chunks with real parameters, at the iteration that the record says."""
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """A configuration, and the slots of each of its (pp, tp) coordinates."""
+class Live:
+    """The tensors of a live job by their place in it.
 
-    config: ParallelConfig
-    slots: Mapping[tuple[int, int], Sequence[Slot]]
+    Attributes:
+        tensors: parameters and buffers.
+        names: their logical names.
+        holdings: per parameter what the optimizer keeps of it.
+    """
 
-    def of_rank(self, rank: int) -> Sequence[Slot]:
-        """The slots of a virtual rank, in order of the forward."""
-        at = self.config.coordinate(rank)
-        return self.slots[at.pp, at.tp]
+    tensors: Mapping[Where, torch.Tensor]
+    names: Mapping[Where, str]
+    holdings: Mapping[Where, Holding]
+
+    @classmethod
+    def of(cls, job: Job) -> Live:
+        """What a job holds now.
+
+        Raises:
+            Unaccounted: if its optimizer is not known, or trains what is not in the model.
+        """
+        named = list(named_tensors(unwrapped(job.model), job.layout.expert_coordinate.ep))
+        kept = optim.holdings(job.optimizer)
+        places = {one.tensor: one.where for one in named}
+        if strangers := [parameter for parameter in kept if parameter not in places]:
+            shapes = sorted(str(tuple(parameter.shape)) for parameter in strangers)
+            raise Unaccounted(
+                f"rank {job.layout.rank} ({job.layout.coordinate}): the optimizer trains parameters of shapes "
+                f"{', '.join(shapes)} that are not in the model; nothing was moved. What to do: make them part of what "
+                "build_model gives",
+                shapes,
+            )
+        return cls(
+            {one.where: one.tensor for one in named},
+            {one.where: one.name for one in named},
+            {places[parameter]: holding for parameter, holding in kept.items()},
+        )
+
+    def find(self, slot: Slot) -> torch.Tensor | None:
+        """The live tensor of a slot; None if there is none."""
+        match slot.kind:
+            case Kind.PARAM | Kind.BUFFER:
+                return self.tensors.get(slot.where)
+            case Kind.MASTER:
+                return self.holdings[slot.where].master if slot.where in self.holdings else None
+            case _:
+                found: torch.Tensor | None = (
+                    self.holdings[slot.where].state.get(slot.kind) if slot.where in self.holdings else None
+                )
+                return found
+
+    def names_of_keys(self) -> dict[torch.Tensor, str]:
+        """Per tensor that torch's optimizers know the logical name of its parameter."""
+        return {holding.key: self.names[where] for where, holding in self.holdings.items()}
 
 
 class MegatronChange:
     """One change of configuration of a Megatron job; made by ``Adapter.change``."""
 
-    def __init__(self, prev: Grid, curr: Grid, *, moments: bool, build_model: BuildModel, assemble: Assemble) -> None:
+    def __init__(self, prev: Grid, curr: Grid, *, build_model: BuildModel, assemble: Assemble) -> None:
         self._prev, self._curr = prev, curr
         self._build_model, self._assemble = build_model, assemble
-        self._kinds = (Kind.PARAM, *optim.MOMENTS) if moments else (Kind.PARAM,)
-        self._slots_by_name: dict[int, dict[str, Slot]] = {}
-        self.prev: Layout = self._layout(prev)
-        self.curr: Layout = self._layout(curr)
+        self._slot_of: dict[int, dict[Shard, Slot]] = {}
+        self.prev: Layout = prev.layout
+        self.curr: Layout = curr.layout
 
     def shards(self, job: Job) -> dict[Shard, torch.Tensor]:
         """This rank's live tensors by shard.
 
         Raises:
-            Mismatch: if they are not what ``build_model`` gives on the meta device.
+            Mismatch: if they are not what ``build_model`` and ``wrap`` give on the meta device.
             Unaccounted: if the job holds state beside them that no rule covers.
         """
         where = f"rank {job.layout.rank} ({job.layout.coordinate})"
-        chunks, slots = unwrapped(job.model), self._prev.of_rank(job.layout.rank)
         microbatches.check(job.position)
-        refuse_unknown(chunks)
-        parameters = {local_name: parameter for _, local_name, parameter in named_parameters(chunks)}
-        _compare(parameters, slots, f"{where}: the live model; nothing was moved")
-        if strangers := set(optim.trained(job.optimizer)).difference(parameters.values()):
-            shapes = sorted(str(tuple(parameter.shape)) for parameter in strangers)
-            raise Unaccounted(
-                f"{where}: the optimizer trains parameters of shapes {', '.join(shapes)} that are not in the model; "
-                "nothing was moved. What to do: make them part of what build_model gives",
-                shapes,
+        live, slots = Live.of(job), self._prev.of_rank(job.layout.rank)
+        _compare(live.tensors, slots, _expected(self._prev, job.layout), f"{where}: the live model; nothing was moved")
+        if left := sorted({*optim.kinds_of(job.optimizer)} - {*self._prev.kinds}):
+            raise Mismatch(
+                f"{where}: the optimizer has {', '.join(left)} here, the lead of the job has none; nothing was moved. "
+                "What to do: change layout after an optimizer step of all ranks"
             )
-        states = optim.moments(job.optimizer)
         found: dict[Shard, torch.Tensor] = {}
         for slot in slots:
-            parameter = parameters[slot.local_name]
-            state = states.get(parameter, {})
-            for kind in self._kinds_of(slot):
-                local = parameter.detach() if kind is Kind.PARAM else state.get(kind)
-                if local is None:
-                    raise Mismatch(f"{slot.name} on {where}: other ranks have {kind}, this has not; nothing was moved")
-                if (tuple(local.shape), local.dtype) != (slot.local_shape, slot.dtype):
-                    raise Mismatch(
-                        f"{kind} of {slot.name} on {where}: shape {tuple(local.shape)} and {local.dtype} live, shape "
-                        f"{slot.local_shape} and {slot.dtype} as build_model gives the parameter; nothing was moved"
-                    )
-                found[_shard(kind, slot)] = slot.view(local)
-            if left := sorted(state.keys() & {*optim.MOMENTS} - {*self._kinds_of(slot)}):
+            local = live.find(slot)
+            if local is None:
                 raise Mismatch(
-                    f"{slot.name} on {where}: this rank has {', '.join(left)}, the lead of the job has none; nothing "
-                    "was moved. What to do: change layout after an optimizer step of all ranks"
+                    f"{slot.name} on {where}: other ranks have {slot.kind}, this has not; nothing was moved. What to "
+                    "do: change layout after an optimizer step of all ranks"
                 )
+            holding = live.holdings.get(slot.where)
+            flat = None if holding is None or slot.kind in (Kind.PARAM, Kind.BUFFER) else holding.flat
+            if (tuple(local.shape), local.dtype, flat) != (slot.shape, slot.dtype, slot.flat):
+                raise Mismatch(
+                    f"{slot.kind} of {slot.name} on {where}: shape {tuple(local.shape)}, {local.dtype} and range {flat}"
+                    f" live; shape {slot.shape}, {slot.dtype} and range {slot.flat} as build_model and wrap give it on "
+                    "the meta device; nothing was moved. What to do: let wrap make the same buckets and dtypes each "
+                    "time (make its DistributedDataParallelConfig anew: Megatron writes into it)"
+                )
+            found |= slot.views(local)
         return found
 
     def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
         """Memory for a shard of a new rank; padding around it is zero."""
-        if rank not in self._slots_by_name:
-            self._slots_by_name[rank] = {slot.name: slot for slot in self._curr.of_rank(rank)}
-        slot = self._slots_by_name[rank][shard.tensor.name]
-        return slot.view(slot.empty())
+        if rank not in self._slot_of:
+            self._slot_of[rank] = {piece.shard: slot for slot in self._curr.of_rank(rank) for piece in slot.pieces}
+        return self._slot_of[rank][shard].allocate(shard)
 
     def accept(self, rank: int, companions: Mapping[str, bytes]) -> Companions:
         """Read the records of all ranks, and hold them against one another."""
         carried = Companions.read(companions)
-        for slot in self._curr.of_rank(rank):
-            carried.step(slot.name)
-            carried.group_settings([slot.name])
+        for name in {slot.name for slot in self._curr.of_rank(rank) if slot.kind is Kind.PARAM}:
+            carried.step(name)
+            carried.group_settings([name])
         return carried
 
     def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], accepted: Companions) -> Job:
@@ -115,63 +154,65 @@ class MegatronChange:
             megatron_random.model_parallel_cuda_manual_seed(0)  # building may want the streams to exist
             with world.on_meta():
                 chunks = list(self._build_model(layout))
-        refuse_unknown(chunks)
-        built = {local_name: parameter for _, local_name, parameter in named_parameters(chunks)}
-        _compare(built, slots, f"rank {place.rank} ({layout.coordinate}): the model built in the new world")
 
-        local = {
-            (kind, slot.local_name): slot.local(tensors[_shard(kind, slot)])
-            for slot in slots
-            for kind in self._kinds_of(slot)
-        }
-        materialise(chunks, {name: tensor for (kind, name), tensor in local.items() if kind is Kind.PARAM})
+        local = {slot: slot.join(tensors) for slot in slots}
+        weights = {slot.where: tensor for slot, tensor in local.items() if slot.kind in (Kind.PARAM, Kind.BUFFER)}
+        materialise(chunks, weights)
         job = self._assemble(chunks, layout, accepted.job.next_generation())
-        names = {parameter: (name, local_name) for name, local_name, parameter in named_parameters(chunks)}
-        states: dict[torch.Tensor, dict[str, Any]] = {}
-        for parameter, (name, local_name) in names.items():
-            moments = {kind.value: local[kind, local_name] for kind in optim.MOMENTS if (kind, local_name) in local}
-            if moments:
-                step = accepted.step(name)
-                states[parameter] = moments if step is None else {"step": step, **moments}
-        optim.restore(job.optimizer, states)
-        if job.scheduler is not None and accepted.job.scheduler is not None:
-            optim.restore_scheduler(job.scheduler, accepted.job.scheduler)
-        for group in optim.groups(job.optimizer):  # after the scheduler, which sets lr and weight decay
-            group.update(accepted.group_settings(names[parameter][0] for parameter in group["params"]) or {})
+        set_buffers(chunks, weights)  # wrapping may have cast them
+        live = Live.of(job)
+        _compare(
+            live.tensors,
+            slots,
+            _expected(self._curr, layout),
+            f"rank {place.rank} ({layout.coordinate}): the model built in the new world",
+        )
+        self._restore(job, live, local, accepted)
         microbatches.follow(job.position, layout)
         rng.restore(accepted.streams, layout.coordinate)
         return job
 
-    def _kinds_of(self, slot: Slot) -> Sequence[Kind]:
-        return self._kinds if slot.trainable else (Kind.PARAM,)
+    def _restore(self, job: Job, live: Live, local: Mapping[Slot, torch.Tensor], accepted: Companions) -> None:
+        """Put optimizer state and what goes along in place."""
+        masters = {slot.where: tensor for slot, tensor in local.items() if slot.kind is Kind.MASTER}
+        states: dict[Where, dict[str, Any]] = {}
+        for slot, tensor in local.items():
+            if slot.kind in optim.STATE:
+                states.setdefault(slot.where, {})[slot.kind.value] = tensor
+        for where, holding in live.holdings.items():
+            state = states.get(where, {})
+            step = accepted.step(live.names[where])
+            optim.restore(holding, masters.get(where), state if step is None or not state else {"step": step, **state})
+        if job.scheduler is not None and accepted.job.scheduler is not None:
+            optim.restore_scheduler(job.scheduler, accepted.job.scheduler)
+        names = live.names_of_keys()
+        for group in optim.groups(job.optimizer):  # after the scheduler, which sets lr and weight decay
+            group.update(accepted.group_settings(names[parameter] for parameter in group["params"]) or {})
 
-    def _layout(self, grid: Grid) -> Layout:
-        index = {at: number for number, at in enumerate(grid.slots)}
-        roles = tuple(
-            tuple(_shard(kind, slot) for kind in self._kinds for slot in slots if kind in self._kinds_of(slot))
-            for slots in grid.slots.values()
-        )
-        ranks = (grid.config.coordinate(rank) for rank in range(grid.config.world_size))
-        return Layout(roles, tuple(index[at.pp, at.tp] for at in ranks))
+
+def _expected(grid: Grid, layout: RankLayout) -> dict[Where, bool]:
+    """Per parameter or buffer of a rank whether it requires gradients, as it was built on the meta device."""
+    return {local.named.where: local.named.tensor.requires_grad for local in grid.stages[layout.coordinate.pp].locals}
 
 
-def _compare(parameters: Mapping[tuple[int, str], torch.nn.Parameter], slots: Sequence[Slot], what: str) -> None:
-    """Refuse parameters that are not what ``build_model`` gives on the meta device."""
-    expected = {slot.local_name: slot for slot in slots}
-    differing = sorted(name for _, name in parameters.keys() ^ expected.keys())
-    for local_name in parameters.keys() & expected.keys():
-        parameter, slot = parameters[local_name], expected[local_name]
-        of_live = (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-        of_meta = (slot.local_shape, slot.dtype, slot.trainable)
+def _compare(
+    live: Mapping[Where, torch.Tensor], slots: Sequence[Slot], expected: Mapping[Where, bool], what: str
+) -> None:
+    """Refuse parameters and buffers that are not what was built on the meta device."""
+    declared = {slot.where: slot for slot in slots if slot.kind in (Kind.PARAM, Kind.BUFFER)}
+    # A buffer that was built with data is derived, unless it is persistent: then it is declared.
+    strange = {
+        where for where, tensor in live.items() if where not in declared and isinstance(tensor, torch.nn.Parameter)
+    }
+    differing = sorted(name for _, name in (declared.keys() - live.keys()) | strange)
+    for where in live.keys() & declared.keys():
+        tensor, slot = live[where], declared[where]
+        of_live = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        of_meta = (slot.shape, slot.dtype, expected[where])
         if of_live != of_meta:
             differing.append(f"{slot.name} (shape, dtype, requires_grad: {of_live}, not {of_meta})")
     if differing:
         raise Mismatch(
-            f"{what} is not the one that build_model gives on the meta device: {', '.join(differing)}. What to do: let "
-            "build_model build what is trained, from its layout's pp and tp alone, and freeze parameters in it"
+            f"{what} is not the one that build_model and wrap give on the meta device: {', '.join(differing)}. What to "
+            "do: let them build what is trained, from the layout alone, and freeze parameters in build_model"
         )
-
-
-def _shard(kind: Kind, slot: Slot) -> Shard:
-    dtype = str(slot.dtype).removeprefix("torch.")
-    return Shard(Tensor(kind, slot.name, slot.global_shape, dtype, slot.dtype.itemsize), slot.region)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...values import Coordinate, Mismatch, ParallelConfig
+from ...values import Coordinate, ExpertCoordinate, Mismatch, ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,11 @@ class RankLayout:
     def coordinate(self) -> Coordinate:
         """Index along each parallel axis."""
         return self.config.coordinate(self.rank)
+
+    @property
+    def expert_coordinate(self) -> ExpertCoordinate:
+        """Index along each axis of the experts."""
+        return self.config.expert_coordinate(self.rank)
 
     @property
     def is_first_stage(self) -> bool:

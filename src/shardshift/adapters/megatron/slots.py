@@ -1,217 +1,255 @@
-"""Slots: how the parameters of Megatron model chunks lie in logical tensors.
+"""Slots: local tensors of a rank, and where each lies in a logical tensor.
 
-A slot ties one local parameter to one region of one logical tensor. All that it needs is declared: Megatron
-marks a parameter with ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``
-(``tensor_parallel/layers.py``), numbers layers globally in ``layer_number`` (``transformer_layer.py``), and
-marks the copy of a tied embedding with ``shared``. The global shape comes from the same model built with
-TP 1 and PP 1 on the meta device, never from local size times ranks.
+All that a slot needs is declared. Megatron marks a parameter with ``tensor_model_parallel``, ``partition_dim`` and
+``partition_stride`` (``tensor_parallel/layers.py``); the distributed optimizer says which flat range of a parameter it
+owns (``distributed/param_and_grad_buffer.py``). The global shape comes from the same model built with all axes 1 on the
+meta device, never from local size times ranks.
 
-1. Names: the number of a layer within its stage becomes its number within the model.
-2. Tied copies: the last stage's ``output_layer.weight`` that is a copy *is* the embedding.
-3. Fused matrices: a parameter of stride s (SwiGLU's ``[gate | up]``, s = 2) has s segments, each cut by itself;
-   the logical tensor has one dim more, of size s, in front of the partitioned one.
-4. Padding: the padded vocabulary changes with TP. Rows that both layouts have are state: Megatron counts their
-   logits in the loss and trains them. Rows that only the new layout has are zero, rows that only the old one
-   has are dropped; neither lies in any region. Rows below ``vocab_size`` are never dropped.
+1. Fused matrices: a parameter of stride s (SwiGLU's ``[gate | up]``, s = 2) has s segments, each cut by itself; the
+   logical tensor has one dim more, of size s, in front of the partitioned one.
+2. Padding: the padded vocabulary changes with TP. Rows that both layouts have are state: Megatron counts their logits
+   in the loss and trains them. Rows that only the new layout has are zero, rows that only the old one has are dropped;
+   neither lies in any region. Rows below ``vocab_size`` are never dropped.
+3. Flat ranges: elements a to b of the local parameter, padding included, are at most 2n - 1 boxes of it. Each is a
+   *piece* of the slot: contiguous in the flat tensor, and one box of the logical tensor.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ...engine.pages import empty
-from ...values import Mismatch, Region
-
-_EMBEDDING = "embedding.word_embeddings.weight"
-_OUTPUT = "output_layer.weight"
-_VOCABULARY = (_EMBEDDING, _OUTPUT)
-_LAYER = re.compile(r"^(?P<stack>.*\.layers)\.(?P<local>\d+)$")
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One local parameter and where it lies.
-
-    Attributes:
-        name: logical name, with global layer numbers.
-        local_name: ``(chunk, name)`` as ``named_parameters`` of that model chunk gives it.
-        local_shape: the parameter's own shape, padding included.
-        segmented_shape: ``local_shape`` with one dim more where the matrix is fused.
-        global_shape: shape of the logical tensor, without padding that only one layout has.
-        region: which part of the logical tensor this is.
-        dtype: of the parameter.
-        trainable: whether the optimizer keeps moments for it.
-    """
-
-    name: str
-    local_name: tuple[int, str]
-    local_shape: tuple[int, ...]
-    segmented_shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    region: Region
-    dtype: torch.dtype
-    trainable: bool
-
-    def empty(self) -> torch.Tensor:
-        """A new local tensor: padding is zero, the rest is for the caller to write."""
-        local = empty(self.local_shape, self.dtype)
-        if self.region.shape != self.segmented_shape:
-            local.zero_()
-        return local
-
-    def view(self, local: torch.Tensor) -> torch.Tensor:
-        """The data of a local tensor (parameter or moment), without padding, in the shape of the region.
-
-        A view of the same storage: what is written to it is written to ``local``.
-        """
-        data = local.view(self.segmented_shape)
-        for dim, size in enumerate(self.region.shape):
-            data = data.narrow(dim, 0, size)
-        return data
-
-    def local(self, data: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``view``: the local tensor, padding included, of which ``data`` is the view.
-
-        Where ``data`` lies in memory of another padding, a new local tensor is made and the data copied.
-        """
-        stride = torch.empty(self.segmented_shape, device="meta").stride()
-        end = data.storage_offset() + math.prod(self.local_shape)
-        in_place = all(a == b for a, b, n in zip(data.stride(), stride, data.shape, strict=True) if n > 1)
-        if in_place and data.untyped_storage().nbytes() == end * data.element_size():
-            return data.as_strided(self.segmented_shape, stride).view(self.local_shape)
-        local = self.empty()
-        self.view(local).copy_(data)
-        return local
+from ...values import Kind, Mismatch, Region, Shard, Tensor, flat_range
+from .names import VOCABULARY, Named, Where
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A logical parameter as the model with TP 1 and PP 1 declares it; the shape includes padding."""
+    """A logical tensor as the model with all axes 1 declares it; the shape includes padding."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
 
 
-def logical_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, Whole]:
-    """Every logical parameter, from the model built whole (TP 1, PP 1)."""
-    return {
-        name: Whole(tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-        for name, _, parameter in named_parameters(chunks)
-    }
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How many ways the tensors of a rank are cut, and its index among them."""
+
+    ways: int
+    index: int
 
 
-def slots(
-    chunks: Sequence[torch.nn.Module], wholes: Mapping[str, Whole], tp_size: int, tp_rank: int, vocab_rows: int | None
-) -> tuple[Slot, ...]:
-    """The slots of one rank's model chunks, live or on the meta device, in order of the forward.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of a logical tensor inside a slot's local tensor.
+
+    Attributes:
+        shard: the box, in global coordinates.
+        start: where it begins in the flat local tensor, in elements.
+        memory: shape that its memory has there, padding included; as long as the box or longer in each dim.
+    """
+
+    shard: Shard
+    start: int
+    memory: tuple[int, ...]
+
+    def view(self, local: torch.Tensor) -> torch.Tensor:
+        """The box in a contiguous local tensor: what is written to it is written to ``local``."""
+        data = local.view(-1)[self.start : self.start + math.prod(self.memory)].view(self.memory)
+        for dim, size in enumerate(self.shard.region.shape):
+            data = data.narrow(dim, 0, size)
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One local tensor of a rank.
+
+    Attributes:
+        kind: what it is.
+        name: logical name of the parameter or buffer.
+        where: the parameter or buffer that it is, or is optimizer state of.
+        shape: its own shape, padding included; a flat range has one dim.
+        dtype: of its elements.
+        pieces: what of it is data; none if it is padding alone.
+        flat: the range of the parameter that it is, if the distributed optimizer cut it.
+    """
+
+    kind: Kind
+    name: str
+    where: Where
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    flat: tuple[int, int] | None = None
+
+    def empty(self) -> torch.Tensor:
+        """A new local tensor: padding is zero, the rest is for the caller to write."""
+        local = empty(self.shape, self.dtype, _memory())
+        if sum(piece.shard.region.numel for piece in self.pieces) != local.numel():
+            local.zero_()
+        return local
+
+    def views(self, local: torch.Tensor) -> dict[Shard, torch.Tensor]:
+        """The data of a local tensor by shard, as views without padding."""
+        contiguous = local.detach()
+        return {piece.shard: piece.view(contiguous) for piece in self.pieces}
+
+    def allocate(self, shard: Shard) -> torch.Tensor:
+        """Memory for one shard of this slot.
+
+        A slot of one piece gets its local tensor, padding and all. Pieces of a range that a parameter's border cuts get
+        memory of their own and are joined at the end: they are a few rows, and what is kept stays where it is.
+        """
+        if len(self.pieces) == 1:
+            return self.pieces[0].view(self.empty())
+        return empty(shard.region.shape, self.dtype, _memory())
+
+    def join(self, tensors: Mapping[Shard, torch.Tensor]) -> torch.Tensor:
+        """The local tensor of which these are the shards: in place where they lie so already, else a copy."""
+        if len(self.pieces) == 1:
+            piece = self.pieces[0]
+            data = tensors[piece.shard]
+            if piece.start == 0 and self._in_place(piece, data):
+                return data.as_strided(self.shape, torch.empty(self.shape, device="meta").stride())
+        local = self.empty()
+        for piece in self.pieces:
+            piece.view(local).copy_(tensors[piece.shard])
+        return local
+
+    def _in_place(self, piece: Piece, data: torch.Tensor) -> bool:
+        """Whether the storage of ``data`` is a local tensor of this slot and no more: a part would keep the rest."""
+        stride = torch.empty(piece.memory, device="meta").stride()
+        fits = all(a == b for a, b, size in zip(data.stride(), stride, data.shape, strict=True) if size > 1)
+        size_bytes = math.prod(self.shape) * data.element_size()
+        return fits and data.storage_offset() == 0 and data.untyped_storage().nbytes() == size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A parameter or buffer of one stage, as every rank of the stage has it, and how ranks cut the whole.
+
+    Attributes:
+        named: from the meta model of the stage's first rank; an expert's name is that of the first expert rank.
+        trainable: whether an optimizer keeps state of it.
+        master: whether the optimizer keeps an fp32 master of it.
+        owned: per data parallel owner the flat range of it that this one's optimizer has, in elements of the local
+            tensor; None without the distributed optimizer.
+        by_experts: whether the owners are the replicas of the experts, rather than of the dense layers.
+    """
+
+    named: Named
+    trainable: bool
+    master: bool
+    owned: Mapping[int, tuple[int, int]] | None
+    by_experts: bool
+
+
+def weight(local: Local, name: str, wholes: Mapping[str, Whole], cut: Cut, vocab_rows: int | None) -> Slot:
+    """The slot of a parameter or buffer on one rank.
 
     Args:
-        chunks: model chunks of one virtual rank, not wrapped.
-        wholes: ``logical_parameters`` of the model.
-        tp_size: ways of tensor parallelism that the chunks were built for.
-        tp_rank: this rank's index among them. Chunks of tensor rank 0 serve for every other rank too.
+        local: as the stage has it.
+        name: logical name on that rank.
+        wholes: every logical tensor by name.
+        cut: how it is cut if it is marked as cut, and the rank's index.
         vocab_rows: rows of the vocabulary that both layouts of a change have; None if it is not padded.
 
     Raises:
-        Mismatch: if a parameter does not fit its logical shape.
+        Mismatch: if it does not fit its logical shape.
     """
-    return tuple(
-        _slot(name, local_name, parameter, wholes, tp_size, tp_rank, vocab_rows)
-        for name, local_name, parameter in named_parameters(chunks)
-    )
-
-
-def padded_vocabulary(chunks: Sequence[torch.nn.Module], tp_size: int) -> set[int]:
-    """Rows of the padded vocabulary, as the embedding and output layer of these chunks have it; often one number."""
-    return {
-        parameter.shape[0] * (tp_size if getattr(parameter, "tensor_model_parallel", False) else 1)
-        for name, _, parameter in named_parameters(chunks)
-        if name in _VOCABULARY
-    }
-
-
-def named_parameters(
-    chunks: Sequence[torch.nn.Module],
-) -> Iterator[tuple[str, tuple[int, str], torch.nn.Parameter]]:
-    """Per parameter of the chunks: logical name, (chunk, local name), the parameter itself."""
-    for chunk, model in enumerate(chunks):
-        stacks = {
-            local_name: f"{match['stack']}.{int(module.layer_number) - 1}"
-            for local_name, module in model.named_modules()
-            if (match := _LAYER.match(local_name)) and hasattr(module, "layer_number")
-        }
-        for local_name, parameter in model.named_parameters():
-            yield _logical_name(local_name, parameter, stacks), (chunk, local_name), parameter
-
-
-def _logical_name(local_name: str, parameter: torch.nn.Parameter, stacks: Mapping[str, str]) -> str:
-    if local_name == _OUTPUT and getattr(parameter, "shared", False):
-        return _EMBEDDING
-    parts = local_name.split(".")
-    for length in range(len(parts) - 1, 1, -1):
-        layer = stacks.get(".".join(parts[:length]))
-        if layer is not None:
-            return ".".join([layer, *parts[length:]])
-    return local_name
-
-
-def _slot(
-    name: str,
-    local_name: tuple[int, str],
-    parameter: torch.nn.Parameter,
-    wholes: Mapping[str, Whole],
-    tp_size: int,
-    tp_rank: int,
-    vocab_rows: int | None,
-) -> Slot:
-    whole, local = wholes.get(name), tuple(parameter.shape)
+    tensor = local.named.tensor
+    whole, shape = wholes.get(name), tuple(tensor.shape)
     if whole is None:
         raise Mismatch(
-            f"parameter {name} is in the model of this rank, but not in the same model built with TP 1 and PP 1; "
-            "what to do: let build_model build the same model whatever the layout"
+            f"{name} is in the model of this rank, but not in the same model built with all axes 1; what to do: let "
+            "build_model build the same model whatever the layout"
         )
-    here, there = (parameter.dtype, parameter.requires_grad), (whole.dtype, whole.trainable)
+    here, there = (tensor.dtype, local.trainable), (whole.dtype, whole.trainable)
     if here != there:
         raise Mismatch(
-            f"parameter {name}: dtype and requires_grad are {here} in the model of this rank, {there} in the same "
-            "model built with TP 1 and PP 1; what to do: let build_model treat every copy alike, whatever the layout"
+            f"{name}: dtype and whether it is trained are {here} in the model of this rank, {there} in the same model "
+            "built with all axes 1; what to do: let build_model and wrap treat every copy alike, whatever the layout"
         )
-    marks: Any = parameter  # with Megatron's attributes
+    marks: Any = tensor  # with Megatron's attributes
     if not getattr(marks, "tensor_model_parallel", False):
-        dim, stride, ways, index = 0, 1, 1, 0
+        dim, stride, cut = 0, 1, Cut(1, 0)
     else:
-        dim, stride, ways, index = marks.partition_dim, marks.partition_stride, tp_size, tp_rank
-    segmented, total = _segment(local, dim, stride), list(_segment(whole.shape, dim, stride))
-    cut = dim + (stride > 1)
-    if name in _VOCABULARY and vocab_rows is not None:
+        dim, stride = marks.partition_dim, marks.partition_stride
+    segmented, total = segment(shape, dim, stride), list(segment(whole.shape, dim, stride))
+    at = dim + (stride > 1)
+    if name in VOCABULARY and vocab_rows is not None:
         total[0] = vocab_rows
-        fits = segmented[cut] * ways >= vocab_rows
+        fits = segmented[at] * cut.ways >= vocab_rows
     else:
-        fits = not total or segmented[cut] * ways == total[cut]
-    if not fits or any(a != b for d, (a, b) in enumerate(zip(segmented, total, strict=True)) if d != cut):
+        fits = not total or segmented[at] * cut.ways == total[at]
+    if (
+        not fits
+        or len(segmented) != len(total)
+        or any(a != b for d, (a, b) in enumerate(zip(segmented, total, strict=True)) if d != at)
+    ):
         raise Mismatch(
-            f"parameter {name}: local shape {local}, cut {ways} ways along dim {dim}, does not make the global shape "
-            f"{whole.shape} that the model has with TP 1 and PP 1; what to do: declare partition_dim on the "
-            "parameter as it is really cut, and give vocab_size to the adapter where the vocabulary is padded"
+            f"{name}: local shape {shape}, cut {cut.ways} ways along dim {dim}, does not make the global shape "
+            f"{whole.shape} that the model has with all axes 1; what to do: declare partition_dim on the parameter as "
+            "it is really cut, and give vocab_size to the adapter where the vocabulary is padded"
         )
-    offsets, shape = [0] * len(total), list(total)
+    offsets, size = [0] * len(total), list(total)
     if total:
-        offsets[cut] = min(index * segmented[cut], total[cut])
-        shape[cut] = min(segmented[cut], total[cut] - offsets[cut])
-    region = Region(tuple(offsets), tuple(shape))
-    return Slot(name, local_name, local, segmented, tuple(total), region, parameter.dtype, parameter.requires_grad)
+        offsets[at] = min(cut.index * segmented[at], total[at])
+        size[at] = min(segmented[at], total[at] - offsets[at])
+    kind = Kind.PARAM if local.named.is_parameter else Kind.BUFFER
+    logical = Tensor(kind, name, tuple(total), str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize)
+    piece = Piece(Shard(logical, Region(tuple(offsets), tuple(size))), 0, segmented)
+    return Slot(kind, name, local.named.where, shape, tensor.dtype, (piece,))
 
 
-def _segment(shape: tuple[int, ...], dim: int, stride: int) -> tuple[int, ...]:
+def state_of(parameter: Slot, kind: Kind, dtype: torch.dtype, flat: tuple[int, int] | None) -> Slot:
+    """The slot of a parameter's optimizer state that has its shape, or a flat range of it.
+
+    Args:
+        parameter: the parameter's own slot.
+        kind: of the state.
+        dtype: of the state.
+        flat: the elements of the local parameter that this rank's optimizer owns; None for all of it.
+    """
+    (whole,) = parameter.pieces
+    logical = replace(whole.shard.tensor, kind=kind, dtype=str(dtype).removeprefix("torch."), itemsize=dtype.itemsize)
+    if flat is None:
+        piece = replace(whole, shard=Shard(logical, whole.shard.region))
+        return replace(parameter, kind=kind, dtype=dtype, pieces=(piece,))
+    pieces = tuple(_boxes(whole, logical, *flat))
+    return Slot(kind, parameter.name, parameter.where, (flat[1] - flat[0],), dtype, pieces, flat)
+
+
+def segment(shape: Sequence[int], dim: int, stride: int) -> tuple[int, ...]:
+    """A shape with one dim more, of size ``stride``, in front of ``dim``, which is cut into so many segments."""
     if stride == 1:
-        return shape
+        return tuple(shape)
     if shape[dim] % stride:
-        raise Mismatch(f"a parameter of shape {shape} cannot have {stride} segments along dim {dim}")
+        raise Mismatch(f"a parameter of shape {tuple(shape)} cannot have {stride} segments along dim {dim}")
     return (*shape[:dim], stride, shape[dim] // stride, *shape[dim + 1 :])
+
+
+def _boxes(whole: Piece, logical: Tensor, start: int, stop: int) -> list[Piece]:
+    """The pieces of a flat range of a local parameter; what is padding lies in none."""
+    data = Region.whole(whole.shard.region.shape)
+    found: list[Piece] = []
+    at = 0
+    for box in flat_range(whole.memory, start, stop):
+        inside = box.intersect(data)
+        if inside is not None and inside.numel:
+            offsets = tuple(a + b for a, b in zip(inside.offsets, whole.shard.region.offsets, strict=True))
+            found.append(Piece(Shard(logical, Region(offsets, inside.shape)), at, box.shape))
+        at += box.numel
+    return found
+
+
+def _memory() -> torch.device:
+    """Where a job's tensors are."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -36,6 +36,11 @@ def _state() -> dict[str, Any]:
 
 
 _REGISTRIES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "pg_coalesce_state")
+_REAL_TYPES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.float16: "torch.cuda.HalfTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+}
 _NO_WORLD = {name: copy.copy(value) for name, value in _state().items()}
 
 
@@ -51,11 +56,19 @@ def enter(place: Place) -> None:
         timeout=timedelta(seconds=place.timeout_s),
     )
     sys.excepthook = excepthook  # torch wraps it once more for each default group, and never unwraps
+    _initialize(place.config, place.timeout_s, gloo=torch.cuda.is_available())
+
+
+def _initialize(config: ParallelConfig, timeout_s: float, *, gloo: bool) -> None:
     parallel_state.initialize_model_parallel(
-        place.config.tp,
-        place.config.pp,
-        distributed_timeout_minutes=place.timeout_s / 60,
-        create_gloo_process_groups=torch.cuda.is_available(),
+        config.tp,
+        config.pp,
+        config.vpp if config.vpp > 1 else None,
+        context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.expert_tp,
+        distributed_timeout_minutes=timeout_s / 60,
+        create_gloo_process_groups=gloo,
     )
 
 
@@ -95,7 +108,8 @@ def virtual_rank(config: ParallelConfig, rank: int) -> Iterator[None]:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
             for name, value in _NO_WORLD.items():
                 setattr(parallel_state, name, copy.copy(value))
-            parallel_state.initialize_model_parallel(config.tp, config.pp, create_gloo_process_groups=False)
+            # With groups for the host: an optimizer may ask for them.
+            _initialize(config, timeout_s=60.0, gloo=torch.cuda.is_available())
             megatron_random.model_parallel_cuda_manual_seed(0)  # building may want the streams to exist
             yield
     finally:
@@ -116,20 +130,37 @@ def virtual_rank(config: ParallelConfig, rank: int) -> Iterator[None]:
 def on_meta() -> Iterator[None]:
     """Build on the meta device: shapes without memory; collectives on such tensors do nothing.
 
-    megatron-core broadcasts the tied embedding while it builds (``language_module.py``,
-    ``setup_embeddings_and_output_layer``), which no backend can do with a tensor that has no data.
+    megatron-core broadcasts while it builds (``language_module.py``, ``setup_embeddings_and_output_layer``;
+    ``distributed_data_parallel.py``, ``broadcast_params``), which no backend can do with a tensor that has no data. It
+    makes buffers on ``torch.cuda.current_device()`` (``param_and_grad_buffer.py``), and it tells parameters apart by
+    ``Tensor.type()``, which names the device (``distrib_optimizer.py``, ``optimizer.py``).
     """
-    real_all_reduce = dist.all_reduce
+    real: dict[str, Any] = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
+    current_device, tensor_type = torch.cuda.current_device, torch.Tensor.type
 
-    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return None if tensor.is_meta else real_all_reduce(tensor, *args, **kwargs)
+    def without_data(collective: Any) -> Any:
+        def called(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return None if tensor.is_meta else collective(tensor, *args, **kwargs)
 
-    dist.all_reduce = all_reduce
+        return called
+
+    def type_as_real(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.is_meta and not args and not kwargs:
+            return _REAL_TYPES.get(self.dtype, tensor_type(self))
+        return tensor_type(self, *args, **kwargs)
+
+    patched: Any = torch
+    for name, collective in real.items():
+        setattr(dist, name, without_data(collective))
+    patched.cuda.current_device = lambda: torch.device("meta")
+    patched.Tensor.type = type_as_real
     try:
         with torch.device("meta"):
             yield
     finally:
-        dist.all_reduce = real_all_reduce
+        for name, collective in real.items():
+            setattr(dist, name, collective)
+        patched.cuda.current_device, patched.Tensor.type = current_device, tensor_type
 
 
 @contextlib.contextmanager
