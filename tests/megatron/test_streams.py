@@ -10,6 +10,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from tests.megatron.harness import Scenario, Send, initialise, open_session, run_processes, small
+from tests.megatron.training import make_adapter as training_adapter
+from tests.megatron.training import training
 
 from shardshift import Infeasible
 from shardshift.adapters.megatron import Adapter, Job
@@ -83,17 +85,24 @@ Streams = dict[str, torch.Tensor]
 
 
 def seed_by_rank(job: Job) -> None:
-    """Streams of one's own for each rank: seeds 10, 11, 12, ... by (pp, tp); shared ones by pp."""
-    at = job.layout.coordinate
+    """Streams of one's own for each tensor and expert rank: seeds 10, 11, 12, ...; shared ones by pp."""
+    at, expert = job.layout.coordinate, job.config.expert_coordinate(job.layout.rank)
     seed = 10 + at.tp + job.config.tp * at.pp
+    expert_seed = 10 + expert.etp + job.config.expert_tp * (expert.ep + job.config.ep * expert.pp)
     random.seed(10 + at.pp)
     np.random.seed(10 + at.pp)
     torch.manual_seed(10 + at.pp)
-    states = {
-        stream: torch.Generator().manual_seed(10 + at.pp if stream in SHARED else seed).get_state()
-        for stream in TRACKED
-    }
-    get_cuda_rng_tracker().set_states(states)
+    seeds = {"data-parallel-rng": 10 + at.pp, "model-parallel-rng": seed, "expert-parallel-rng": expert_seed}
+    get_cuda_rng_tracker().set_states({k: torch.Generator().manual_seed(v).get_state() for k, v in seeds.items()})
+
+
+def seed_each_rank(job: Job) -> None:
+    """All streams of each rank are its own, as with Megatron's ``data_parallel_random_init``."""
+    seed = 10 + job.layout.rank
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    get_cuda_rng_tracker().set_states({k: torch.Generator().manual_seed(seed).get_state() for k in TRACKED})
 
 
 def draw_around_a_permutation(send: Send, scenario: Scenario, order: tuple[int, ...]) -> None:
@@ -126,23 +135,37 @@ def fourth_draws(
 ) -> tuple[dict[Any, Any], dict[int, Any]]:
     """The fourth draw of each coordinate, and which coordinate was on which device."""
     changes = {1: between, 2: start} if order else {}
-    scenario = Scenario(small(3, layers=2, batch=4, vocab_size=64), start, changes, prepare=seeds)
+    experts = {"experts": 8, "ffn": 8, "biases": False, "swiglu": True}
+    if "ep" in start:
+        recipe = training(3, global_batch_size=4, **experts)
+        adapter: Any = training_adapter
+        scenario = Scenario(recipe, start, changes, adapter, prepare=seeds)
+    else:
+        scenario = Scenario(small(3, layers=2, batch=4, vocab_size=64), start, changes, prepare=seeds)
     found = run_processes(scenario.devices, draw_around_a_permutation, scenario, order)
     return {at: numbers for _, (at, numbers) in found}, {device: at for device, (at, _) in found}
 
 
 @pytest.mark.parametrize(
-    ("start", "between", "order"),
-    [("tp2", "tp2dp2", (3, 0)), ("pp2", "pp2dp2", (2, 1)), ("pp2tp2", "pp2tp2dp2", (6, 3, 4, 1))],
+    ("start", "between", "order", "seeds"),
+    [
+        ("tp2", "tp2dp2", (3, 0), seed_by_rank),
+        ("pp2tp2", "pp2tp2dp2", (6, 3, 4, 1), seed_by_rank),
+        ("dp4ep4", "pp2dp4ep4", (2, 3, 0, 1), seed_by_rank),
+        ("dp4ep4", "pp2dp4ep4", (5, 0, 3, 6), seed_each_rank),
+    ],
 )
 def test_ranks_that_run_on_other_devices_take_their_streams_along(
-    start: str, between: str, order: tuple[int, ...]
+    start: str, between: str, order: tuple[int, ...], seeds: Callable[[Job], None]
 ) -> None:
-    moved, now = fourth_draws(start, between, order, seed_by_rank)
-    alone, then = fourth_draws(start, between, (), seed_by_rank)
+    moved, now = fourth_draws(start, between, order, seeds)
+    alone, then = fourth_draws(start, between, (), seeds)
     assert [now[device] for device in order] == [then[device] for device in range(len(order))]
     assert moved == alone
-    assert len({numbers["model-parallel-rng"] for numbers in moved.values()}) == len(order)
+    own = "expert-parallel-rng" if "ep" in start else "model-parallel-rng"
+    assert len({numbers[own] for numbers in moved.values()}) == len(order)
+    if seeds is seed_each_rank:
+        assert len({numbers["python"] for numbers in moved.values()}) == len(order)
 
 
 def tell_streams(send: Send, scenario: Scenario) -> None:
@@ -163,9 +186,9 @@ def tell_streams(send: Send, scenario: Scenario) -> None:
                 pass
 
 
-def derived(origin: torch.Tensor, stream: str, pp: int, tp: int) -> torch.Tensor:
+def derived(origin: torch.Tensor, stream: str, change: int, home: str) -> torch.Tensor:
     """The documented derivation, written down once more."""
-    text = b"shardshift rng\0" + origin.numpy().tobytes() + f"\0tracker:{stream}\0pp{pp}\0tp{tp}".encode()
+    text = b"shardshift rng\0" + origin.numpy().tobytes() + f"\0tracker:{stream}\0change {change}\0{home}".encode()
     seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
     return torch.Generator().manual_seed(seed).get_state()
 
@@ -191,7 +214,8 @@ def test_tensor_ranks_that_come_and_go_have_derived_streams_and_the_first_goes_o
                 if tp == 0 or stream in SHARED:
                     assert torch.equal(state, alone[iteration][stream])
                 else:
-                    assert torch.equal(state, derived(before[iteration][stream], stream, 0, tp))
+                    home = f"pp0 ep0 etp{tp}" if stream == "expert-parallel-rng" else f"pp0 tp{tp}"
+                    assert torch.equal(state, derived(before[iteration][stream], stream, iteration, home))
                     assert not torch.equal(state, by_rank[0, dp][stream])
     for stream in ("model-parallel-rng", "expert-parallel-rng"):
         assert not torch.equal(found[1][1, 0][stream], found[3][1, 0][stream]), "each change has its own"

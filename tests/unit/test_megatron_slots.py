@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardshift import Kind, Mismatch
 from shardshift.adapters.megatron.names import EMBEDDING, Named, named_modules, named_parameters, named_tensors
-from shardshift.adapters.megatron.slots import Cut, Local, Slot, Whole, state_of, weight
+from shardshift.adapters.megatron.slots import Cut, Local, Whole, state_of, weight
 
 
 def local_of(tensor: torch.Tensor, name: str = "w") -> Local:
@@ -20,8 +20,9 @@ def local_of(tensor: torch.Tensor, name: str = "w") -> Local:
 
 
 def cut_parameter(shape: tuple[int, ...], dim: int, stride: int) -> torch.Tensor:
-    parameter: Any = torch.empty(shape, device="meta")
-    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, stride
+    parameter = torch.empty(shape, device="meta")
+    marks: Any = parameter
+    marks.tensor_model_parallel, marks.partition_dim, marks.partition_stride = True, dim, stride
     return parameter
 
 
@@ -36,7 +37,8 @@ def cut_matrices(draw: st.DrawFn) -> tuple[torch.Tensor, int, int, int]:
 
 def megatrons_slice(whole: torch.Tensor, dim: int, stride: int, ways: int, index: int) -> torch.Tensor:
     """As Megatron cuts it when it loads a whole weight."""
-    return torch.cat([part.chunk(ways, dim)[index] for part in whole.chunk(stride, dim)], dim)
+    parts: list[torch.Tensor] = [part.chunk(ways, dim)[index] for part in whole.chunk(stride, dim)]
+    return torch.cat(parts, dim)
 
 
 @given(cut_matrices(), st.integers(1, 5), st.data())

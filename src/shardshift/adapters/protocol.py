@@ -77,7 +77,7 @@ class Change(Protocol[J]):
         """Memory for a shard of a rank of ``curr``: a view of the region's shape, padding around it zero."""
 
     def accept(self, rank: int, companions: Mapping[str, bytes]) -> Any:
-        """Read the job's companions as a rank of ``curr`` will need them; the last look before the commit.
+        """Read the job's companions as a rank of ``curr`` will need them; the last look before anything moves.
 
         Returns:
             What ``rebuild`` takes.

@@ -285,13 +285,13 @@ class Session(Generic[J]):
                 except Exception as error:  # goes to every rank as text
                     derived = error
         with self._timed(phases, "agree"):
-            companions = transition.agree(job, proposal, derived)
+            accepted = transition.agree(job, proposal, derived)
         assert not isinstance(derived, Exception)  # agree has raised it
         assert self._transport is not None
         with self._timed(phases, "move", derived.program.work_bytes), self._alone():
             tensors = transition.move(job, derived, self._transport)
-        with self._timed(phases, "commit"), self._alone(unless=ShardshiftError):  # which commit raises on all alike
-            accepted = transition.commit(proposal, derived, companions)
+        with self._timed(phases, "commit"), self._alone():
+            transition.commit(proposal)
         with self._timed(phases, "rebuild"), self._alone():
             self._follow(proposal)
             self._job = None  # whatever happens from here on, the old job is retired once
@@ -307,12 +307,12 @@ class Session(Generic[J]):
         return self._job
 
     @contextmanager
-    def _alone(self, unless: type[Exception] = PeerLost) -> Iterator[None]:
+    def _alone(self) -> Iterator[None]:
         """Where only this rank knows of its error: the others must hear of it, whatever the caller makes of it."""
         try:
             yield
         except Exception as error:
-            if not isinstance(error, unless):
+            if not isinstance(error, PeerLost):
                 self._watch.fail(error)
             raise
 

@@ -6,7 +6,7 @@ Nothing here touches the running job except to read it: whatever fails, the job 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -184,11 +184,11 @@ class Transition(Generic[J]):
         """
         return bool(json.loads(self._control.fetch(self.key("due"), lead, "plan"))["holds"])
 
-    def agree(self, job: J | None, proposal: Proposal, derived: Derived[J] | Exception) -> dict[str, bytes]:
-        """Say whether this rank is ready, hear whether all are.
+    def agree(self, job: J | None, proposal: Proposal, derived: Derived[J] | Exception) -> Any:
+        """Say whether this rank is ready, hear whether all are; then the same of what goes along with the tensors.
 
         Returns:
-            The companions of the whole job, for a device that has a rank in the new layout.
+            What the adapter made of the job's companions; None for a device that leaves.
 
         Raises:
             ShardshiftError: the same on every rank, if one was not ready. Nothing has moved.
@@ -203,10 +203,16 @@ class Transition(Generic[J]):
             self._control.publish(self.key("refused"), b"")
             refuse_differing(details)
         givers = {name: device for device, record in records.items() for name in record["companions"]}
-        stays = self._control.device in proposal.curr_devices
-        return {
-            name: self._control.fetch(self._companion(name), giver, "agree") for name, giver in givers.items() if stays
-        }
+        rank, accepted = derived.plan.curr.rank_of(self._control.device), None
+        answer = to_record()
+        if rank is not None:
+            companions = {name: self._control.fetch(self._companion(name), at, "agree") for name, at in givers.items()}
+            try:
+                accepted = derived.change.accept(rank, companions)
+            except Exception as error:  # goes to every rank as text
+                answer = refusal(error)
+        self._gather("accept", proposal, answer)
+        return accepted
 
     def move(self, job: J | None, derived: Derived[J], transport: Transport) -> dict[Shard, torch.Tensor]:
         """Run this device's program; its tensors in the new layout."""
@@ -227,27 +233,14 @@ class Transition(Generic[J]):
             sink=self._settings.sink,
         )
 
-    def commit(self, proposal: Proposal, derived: Derived[J], companions: Mapping[str, bytes]) -> Any:
-        """All have everything and can use it: from here on the new state is the state.
-
-        Returns:
-            What the adapter made of the companions; None for a device that leaves.
+    def commit(self, proposal: Proposal) -> None:
+        """All have everything: from here on the new state is the state.
 
         Raises:
-            ShardshiftError: the same on every rank, if one cannot use what it has. The old state is whole.
             PeerLost: if a rank did not come.
         """
-        rank = derived.plan.curr.rank_of(self._control.device)
-        accepted = None
-        try:
-            if rank is not None:
-                accepted = derived.change.accept(rank, companions)
-            answer = to_record()
-        except Exception as error:  # goes to every rank as text
-            answer = refusal(error)
-        self._gather("commit", proposal, answer)
+        self._gather("commit", proposal, to_record())
         self._control.publish(self.key("committed"), b"")
-        return accepted
 
     def _gather(self, phase: str, proposal: Proposal, answer: bytes) -> dict[int, dict[str, Any]]:
         """Every participant's answer; if one refused, its error is raised on all."""

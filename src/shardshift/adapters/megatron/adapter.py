@@ -13,16 +13,18 @@ import torch
 
 from ...values import Infeasible, Kind, Mismatch, ParallelConfig
 from ..protocol import Place
+from . import carry, microbatches, world
 from . import optimizer as optim
-from . import rng, world
 from .build import release
 from .change import Live, MegatronChange
-from .companions import JobRecord, RankRecord
 from .divide import refuse_indivisible
+from .extras import Differing
 from .grid import Grid
 from .job import DataPosition, Job, Parts, RankLayout, unwrapped
 from .meta import BuildModel, MetaJobs, Stage, Wrap, checked, keep_router_bias
+from .microbatches import BatchSizes
 from .names import VOCABULARY
+from .records import JobRecord
 
 MakeData = Callable[[RankLayout, DataPosition], Iterator[Any]]
 
@@ -54,6 +56,8 @@ class Adapter:
         micro_batch_size: int,
         vocab_size: int | None = None,
         seed: int = 1234,
+        extra_state: Differing = "error",
+        after_move: Callable[[Job], None] | None = None,
     ) -> None:
         self._build_model = build_model
         self._wrap = wrap
@@ -62,16 +66,13 @@ class Adapter:
         self._micro_batch_size = micro_batch_size
         self._vocab_size = vocab_size
         self._seed = seed
+        self._extra_state, self._after_move = extra_state, after_move
+        self._seen: carry.Seen | None = None
         self._meta = MetaJobs(build_model, wrap)
 
     def check(self, config: ParallelConfig) -> None:
         """Refuse a configuration that the model, the batch or this adapter cannot take, and say why."""
-        per_forward = self._micro_batch_size * config.dp
-        if self._global_batch_size % per_forward:
-            raise Infeasible(
-                f"{config}: the global batch of {self._global_batch_size} is not divisible by micro-batch "
-                f"{self._micro_batch_size} x dp {config.dp} = {per_forward}; what to do: choose a dp that divides it"
-            )
+        microbatches.refuse_dp(config.dp, BatchSizes.constant(self._global_batch_size, self._micro_batch_size))
         if config.vpp > 1 and config.pp == 1:
             raise Infeasible(
                 f"{config}: model chunks of a stage are interleaved over stages; what to do: choose pp > 1"
@@ -94,13 +95,19 @@ class Adapter:
         torch.manual_seed(seed)
         megatron_random.model_parallel_cuda_manual_seed(seed)
         chunks = list(self._build_model(layout))
-        return self._assemble(chunks, layout, JobRecord(0, consumed_samples, 0, None))
+        return self._assemble(chunks, layout, JobRecord(0, consumed_samples, 0, None, {}))
 
     def change(self, prev: ParallelConfig, curr: ParallelConfig, *, kinds: Sequence[str]) -> MegatronChange:
         """Both layouts of a change."""
         rows, wholes = self._vocab_rows(prev, curr), self._meta.wholes()
         grids = [Grid(one, self._meta.stages(one), wholes, tuple(map(Kind, kinds)), rows) for one in (prev, curr)]
-        return MegatronChange(*grids, build_model=self._build_model, assemble=self._assemble)
+        return MegatronChange(
+            *grids,
+            build_model=self._build_model,
+            assemble=self._assemble,
+            extra_state=self._extra_state,
+            after_move=self._after_move,
+        )
 
     def state_kinds(self, job: Job) -> tuple[Kind, ...]:
         """The kinds of optimizer state that exist.
@@ -117,35 +124,19 @@ class Adapter:
     def quiesce(self, job: Job) -> None:
         """Bring every tensor up to date; see ``Adapter`` in ``protocol``."""
         keep_router_bias(unwrapped(job.model))
+        self._seen = carry.look(job)
 
     def companions(self, job: Job) -> dict[str, bytes]:
-        """This rank's records; none from a DP replica that is not the first."""
-        at = job.layout.coordinate
-        if at.dp:
-            return {}
+        """This rank's records; ``quiesce`` comes first."""
+        assert self._seen is not None
         live = Live.of(job)
-        names = live.names_of_keys()
-        groups = list(optim.groups(job.optimizer))
-        steps = {live.names[at]: kept.state["step"] for at, kept in live.holdings.items() if "step" in kept.state}
-        same = {float(step): step for step in steps.values()}  # one tensor for all that agree: they are stored once
-        record = RankRecord(
-            coordinate=(at.pp, at.tp),
-            steps={name: same[float(step)] for name, step in steps.items()},
-            group_of={names[p]: index for index, group in enumerate(groups) for p in group["params"]},
-            groups=[optim.settings(group) for group in groups],
-            streams=rng.capture(),
-        )
-        records = [record.to_bytes()]
-        if job.layout.rank == 0:
-            scheduler = None if job.scheduler is None else job.scheduler.state_dict()
-            whole = JobRecord(job.iteration, job.position.consumed_samples, job.generation, scheduler)
-            records.append(whole.to_bytes())
-        return dict(records)
+        return carry.records(job, self._seen, live.names_of_keys(), live.own_names(job.layout))
 
     def advance(self, job: Job) -> None:
         """Count one finished optimizer step and the samples that it used."""
         job.iteration += 1
-        job.position = self._position(job.config, job.position.consumed_samples + self._global_batch_size)
+        job.position = self._position(job.config, job.position.consumed_samples + job.position.global_batch_size)
+        microbatches.advance(job.position)
 
     def retire(self, job: Job) -> None:
         """Leave the job's world; its model and optimizer raise on use from now on and hold no state."""
@@ -171,8 +162,10 @@ class Adapter:
         return Job(parts, layout, record.iteration, position, record.generation)
 
     def _position(self, config: ParallelConfig, consumed_samples: int) -> DataPosition:
-        microbatches = self._global_batch_size // (self._micro_batch_size * config.dp)
-        return DataPosition(consumed_samples, self._global_batch_size, self._micro_batch_size, microbatches)
+        size = microbatches.size_at(consumed_samples, config.dp, self._global_batch_size)
+        return DataPosition(
+            consumed_samples, size, self._micro_batch_size, size // (self._micro_batch_size * config.dp)
+        )
 
     def _vocab_rows(self, prev: ParallelConfig, curr: ParallelConfig) -> int | None:
         """Rows of the vocabulary that both layouts have; None where padding plays no part."""

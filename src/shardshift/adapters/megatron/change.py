@@ -15,15 +15,15 @@ import torch
 
 from ...values import Kind, Layout, Mismatch, Shard, Unaccounted
 from ..protocol import Place
-from . import microbatches, rng, world
+from . import carry, extras, microbatches, scaler, world
 from . import optimizer as optim
 from .build import materialise, set_buffers
-from .companions import Companions, JobRecord
 from .grid import Grid
 from .job import Job, RankLayout, unwrapped
 from .meta import BuildModel
-from .names import Where, named_tensors
+from .names import Where, named_modules, named_tensors
 from .optimizer import Holding
+from .records import Companions, JobRecord
 from .slots import Slot
 
 Assemble = Callable[[Sequence[torch.nn.Module], RankLayout, JobRecord], Job]
@@ -81,6 +81,18 @@ class Live:
                 )
                 return found
 
+    def own_names(self, layout: RankLayout) -> set[str]:
+        """Logical names of parameters whose group and step this rank tells: replicas leave that to the first."""
+        at, among = layout.coordinate, layout.expert_coordinate
+        return {
+            self.names[where]
+            for where, holding in self.holdings.items()
+            if holding.flat is not None
+            or (
+                among.edp == 0 if getattr(self.tensors[where], "allreduce", True) is False else (at.dp, at.cp) == (0, 0)
+            )
+        }
+
     def names_of_keys(self) -> dict[torch.Tensor, str]:
         """Per tensor that torch's optimizers know the logical name of its parameter."""
         return {holding.key: self.names[where] for where, holding in self.holdings.items()}
@@ -89,7 +101,17 @@ class Live:
 class MegatronChange:
     """One change of configuration of a Megatron job; made by ``Adapter.change``."""
 
-    def __init__(self, prev: Grid, curr: Grid, *, build_model: BuildModel, assemble: Assemble) -> None:
+    def __init__(
+        self,
+        prev: Grid,
+        curr: Grid,
+        *,
+        build_model: BuildModel,
+        assemble: Assemble,
+        extra_state: extras.Differing = "error",
+        after_move: Callable[[Job], None] | None = None,
+    ) -> None:
+        self._extra_state, self._after_move = extra_state, after_move
         self._prev, self._curr = prev, curr
         self._build_model, self._assemble = build_model, assemble
         self._slot_of: dict[int, dict[Shard, Slot]] = {}
@@ -104,7 +126,10 @@ class MegatronChange:
             Unaccounted: if the job holds state beside them that no rule covers.
         """
         where = f"rank {job.layout.rank} ({job.layout.coordinate})"
-        microbatches.check(job.position)
+        microbatches.check(job.position, self._curr.config.dp, self._prev.config.dp)
+        modules = named_modules(unwrapped(job.model), job.layout.expert_coordinate.ep)
+        extras.refuse_one_sided(extras.capture(modules), _declaring(self._prev), _declaring(self._curr))
+        carry.refuse_scheduler_lost(job, all(stage.schedules for stage in self._curr.stages))
         live, slots = Live.of(job), self._prev.of_rank(job.layout.rank)
         _compare(live.tensors, slots, _expected(self._prev, job.layout), f"{where}: the live model; nothing was moved")
         if left := sorted({*optim.kinds_of(job.optimizer)} - {*self._prev.kinds}):
@@ -140,10 +165,10 @@ class MegatronChange:
 
     def accept(self, rank: int, companions: Mapping[str, bytes]) -> Companions:
         """Read the records of all ranks, and hold them against one another."""
-        carried = Companions.read(companions)
-        for name in {slot.name for slot in self._curr.of_rank(rank) if slot.kind is Kind.PARAM}:
-            carried.step(name)
-            carried.group_settings([name])
+        carried = Companions.read(companions, self._prev.config, self._extra_state)
+        names = {slot.name for slot in self._curr.of_rank(rank) if slot.kind is Kind.PARAM}
+        carried.check(self._curr.config, [[name] for name in sorted(names)])
+        scaler.check(carried.scalers, {kind for stage in self._curr.stages for kind in stage.scalers})
         return carried
 
     def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], accepted: Companions) -> Job:
@@ -157,9 +182,10 @@ class MegatronChange:
 
         local = {slot: slot.join(tensors) for slot in slots}
         weights = {slot.where: tensor for slot, tensor in local.items() if slot.kind in (Kind.PARAM, Kind.BUFFER)}
-        materialise(chunks, weights)
+        materialise(unwrapped(chunks), weights)
+        microbatches.renew(accepted.job.consumed_samples, layout, accepted.job.microbatches)
         job = self._assemble(chunks, layout, accepted.job.next_generation())
-        set_buffers(chunks, weights)  # wrapping may have cast them
+        set_buffers(unwrapped(chunks), weights)  # wrapping may have cast them
         live = Live.of(job)
         _compare(
             live.tensors,
@@ -168,8 +194,7 @@ class MegatronChange:
             f"rank {place.rank} ({layout.coordinate}): the model built in the new world",
         )
         self._restore(job, live, local, accepted)
-        microbatches.follow(job.position, layout)
-        rng.restore(accepted.streams, layout.coordinate)
+        carry.restore(job, accepted, live.names_of_keys(), self._after_move)
         return job
 
     def _restore(self, job: Job, live: Live, local: Mapping[Slot, torch.Tensor], accepted: Companions) -> None:
@@ -181,13 +206,18 @@ class MegatronChange:
                 states.setdefault(slot.where, {})[slot.kind.value] = tensor
         for where, holding in live.holdings.items():
             state = states.get(where, {})
-            step = accepted.step(live.names[where])
+            step = accepted.groups.step(live.names[where])
             optim.restore(holding, masters.get(where), state if step is None or not state else {"step": step, **state})
-        if job.scheduler is not None and accepted.job.scheduler is not None:
-            optim.restore_scheduler(job.scheduler, accepted.job.scheduler)
-        names = live.names_of_keys()
-        for group in optim.groups(job.optimizer):  # after the scheduler, which sets lr and weight decay
-            group.update(accepted.group_settings(names[parameter] for parameter in group["params"]) or {})
+
+
+def _declaring(grid: Grid) -> frozenset[str]:
+    """Modules of a layout that may have extra state, whatever rank they are on."""
+    return frozenset(
+        name
+        for stage in grid.stages
+        for ep in range(grid.config.ep)
+        for name in extras.declaring(named_modules(stage.chunks, ep))
+    )
 
 
 def _expected(grid: Grid, layout: RankLayout) -> dict[Where, bool]:

@@ -81,11 +81,16 @@ class Job:
         iteration: optimizer steps finished.
         position: how far training is in its data.
         generation: how many changes of layout came before.
+        counters: what else the loop counts, alike on all ranks (consumed_valid_samples, skipped_samples,
+            floating_point_operations, ...); goes on through changes.
+        individual_streams: random streams that belong to the whole coordinate (``rng.py``).
     """
 
     def __init__(
         self, parts: Parts, layout: RankLayout, iteration: int, position: DataPosition, generation: int = 0
     ) -> None:
+        self.counters: dict[str, int | float] = {}
+        self.individual_streams: tuple[str, ...] = ()
         self._parts: Parts | None = parts
         self.layout = layout
         self.iteration = iteration

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...values import Infeasible, Kind, Mismatch, ParallelConfig, ShardshiftError, Unaccounted
 from . import optimizer as optim
+from . import scaler
 from .job import RankLayout, unwrapped
 from .names import named_tensors
 from .slots import Local, Whole
@@ -40,11 +41,15 @@ class Stage:
         chunks: model chunks of its first rank, not wrapped, on the meta device.
         locals: what of them is state, in order of the forward.
         makes: the kinds of state that its optimizer makes at the first step.
+        scalers: the kinds of part of it that have a grad scaler.
+        schedules: whether ``wrap`` makes a scheduler.
     """
 
     chunks: tuple[torch.nn.Module, ...]
     locals: tuple[Local, ...]
     makes: tuple[Kind, ...]
+    scalers: frozenset[str]
+    schedules: bool
 
 
 class MetaJobs:
@@ -92,7 +97,7 @@ class MetaJobs:
         with virtual_rank(config, layout.rank), on_meta():
             try:
                 chunks = tuple(self._build_model(layout))
-                wrapped, optimizer, _ = checked(self._wrap(chunks, layout))
+                wrapped, optimizer, scheduler = checked(self._wrap(chunks, layout))
             except ShardshiftError:
                 raise
             except Exception as error:  # Megatron refuses with assertions, ValueErrors and RuntimeErrors alike
@@ -108,7 +113,13 @@ class MetaJobs:
                     f"build_model or wrap gave parameters with data where the job is built as {config} on the meta "
                     "device; what to do: make no device explicit for parameters"
                 )
-            return Stage(inside, tuple(_locals(inside, wrapped, optimizer)), optim.makes(optimizer))
+            return Stage(
+                inside,
+                tuple(_locals(inside, wrapped, optimizer)),
+                optim.makes(optimizer),
+                scaler.kinds(optimizer),
+                scheduler is not None,
+            )
 
 
 def checked(wrapped: Any) -> Wrapped:

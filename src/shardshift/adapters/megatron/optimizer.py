@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -106,22 +107,20 @@ def groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
         yield from part.optimizer.param_groups
 
 
-def settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What a param group says of its parameters: lr, weight decay, betas, ..."""
-    return {key: value for key, value in group.items() if key != "params"}
-
-
 def holdings(optimizer: MegatronOptimizer) -> dict[torch.Tensor, Holding]:
     """Per parameter of the model what is kept of it here; one of which this rank owns nothing is left out."""
     found: dict[torch.Tensor, Holding] = {}
     for part in wrappers(optimizer):
         base = part.optimizer
         if isinstance(part, DistributedOptimizer):
-            for parameter, (group, index) in part.model_param_group_index_map.items():
-                key = base.param_groups[group]["params"][index]
-                owned = part._get_model_param_range_map(parameter)["param"]
-                master = None if parameter.dtype == torch.float32 else key
-                found[parameter] = Holding(base, key, master, (owned.start, owned.end))
+            # Not model_param_group_index_map: where a group mixes dtypes, its order is not that of the groups.
+            for models, keys, has_masters in (
+                (part.model_float16_groups, part.shard_fp32_from_float16_groups, True),
+                (part.model_fp32_groups, part.shard_fp32_groups, False),
+            ):
+                for parameter, key in zip(chain(*models), chain(*keys), strict=True):
+                    owned = part._get_model_param_range_map(parameter)["param"]
+                    found[parameter] = Holding(base, key, key if has_masters else None, (owned.start, owned.end))
         elif isinstance(part, Float16OptimizerWithFloat16Params):
             for models, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
                 found |= {p: Holding(base, m, m, None) for p, m in zip(models, masters, strict=True)}

@@ -1,35 +1,56 @@
 """Random streams, carried by logical coordinate.
 
-Megatron draws from two kinds of streams (``tensor_parallel/random.py``): those that the tensor parallel ranks of
-a stage share (Python, NumPy, torch's defaults on CPU and GPU, the tracker's ``data-parallel-rng``: dropout on
-activations that every tensor rank holds must agree), and those that each tensor rank has for itself
-(``model-parallel-rng`` and every other stream of the tracker). DP replicas share both.
+Megatron draws from three kinds of streams (``tensor_parallel/random.py``, ``model_parallel_cuda_manual_seed``): those
+that all ranks of a pipeline stage share (Python, NumPy, torch's defaults on CPU and GPU, the tracker's
+``data-parallel-rng``), ``expert-parallel-rng``, which each (expert, expert tensor) rank has for itself, and
+``model-parallel-rng`` and every other stream of the tracker, which each tensor rank has. A job may do otherwise:
+``data_parallel_random_init``, or a seed by rank. So every rank's streams count, and what is
+shared is seen, not assumed.
 
-1. A shared stream belongs to the coordinate (pp), the others to (pp, tp).
-2. A coordinate that existed before goes on with its own stream, on whatever device it now is.
-3. A new coordinate starts from a seed derived by SHA-256 from the stream's state at coordinate pp 0, tp 0, the
-   stream's name and the new coordinate. So it is the same on all DP replicas, differs between coordinates and
-   between changes, and is not the stream that the job's first seed would give.
+1. A stream's home is (pp), (pp, ep, etp) or (pp, tp), as above. A stream whose states differ anywhere between ranks of
+   one home is *individual*, and stays so for the life of the job: its home is the whole coordinate (pp, tp, dp, cp).
+2. The rank with dp 0 and cp 0 publishes all its streams; every other rank those in which it differs from that one,
+   which it knows from ``alike.differing`` (digests only), and which of them it lacks.
+3. A home that existed before goes on with its own stream, on whatever device it now is.
+4. A new home starts from a seed derived by SHA-256 from the stream's state at the lowest rank that has it, the
+   stream's name, the number of the change and the home. So it is the same on all ranks that share it, differs between
+   homes and between changes, and is not the stream that the job's first seed would give.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import megatron.core.tensor_parallel.random as megatron_random
 import numpy as np
 import torch
 
-from ...values import Coordinate
+from ...values import Mismatch, ParallelConfig
+from .plain import digest
 
 Streams = dict[str, Any]
 """Per stream its state: torch's defaults, Python's, NumPy's and the tracker's, all as plain values or tensors."""
 
-_TRACKER = "tracker:"
-_SHARED = ("python", "numpy", "torch", "cuda", f"{_TRACKER}data-parallel-rng")
+_TRACKER: Final = "tracker:"
+_SHARED: Final = ("python", "numpy", "torch", "cuda", f"{_TRACKER}data-parallel-rng")
+_EXPERT: Final = f"{_TRACKER}expert-parallel-rng"
+
+
+def home(stream: str, config: ParallelConfig, rank: int, *, individual: bool = False) -> str:
+    """The coordinate that a stream of a virtual rank belongs to, as text: ``"pp0 ep1 etp0"``."""
+    at = config.coordinate(rank)
+    if individual:
+        return f"pp{at.pp} tp{at.tp} dp{at.dp} cp{at.cp}"
+    if stream in _SHARED:
+        return f"pp{at.pp}"
+    if stream == _EXPERT:
+        among = config.expert_coordinate(rank)
+        return f"pp{among.pp} ep{among.ep} etp{among.etp}"
+    return f"pp{at.pp} tp{at.tp}"
 
 
 def capture() -> Streams:
@@ -43,26 +64,93 @@ def capture() -> Streams:
     if torch.cuda.is_available():
         streams["cuda"] = torch.cuda.get_rng_state()
     tracker = megatron_random.get_cuda_rng_tracker().get_states()
-    return streams | {f"{_TRACKER}{stream}": state.clone() for stream, state in tracker.items()}
+    return streams | {f"{_TRACKER}{stream}": _state_of(state) for stream, state in tracker.items()}
 
 
-def restore(by_coordinate: Mapping[tuple[int, int], Streams], coordinate: Coordinate) -> None:
-    """Set this process's streams to those of its coordinate.
+def published(streams: Streams, differing: Iterable[str] | None) -> Streams:
+    """The streams that a rank publishes.
 
     Args:
-        by_coordinate: per (pp, tp) of the layout before, its streams.
-        coordinate: this rank's coordinate in the layout after.
+        streams: its own.
+        differing: None for the rank with dp 0 and cp 0; for another one, the names in which it differs from that.
+
+    Returns:
+        State by name; None where the first has a stream that this rank lacks.
     """
-    tracker: dict[str, torch.Tensor] = {}
-    # A stream that only some coordinates have starts, where it is new, from the first that has it.
-    origins = {
-        stream: state for at in sorted(by_coordinate, reverse=True) for stream, state in by_coordinate[at].items()
-    }
-    for stream, origin in origins.items():
-        key = (coordinate.pp, 0 if stream in _SHARED else coordinate.tp)
-        state = by_coordinate.get(key, {}).get(stream)
-        if state is None:
-            state = _derived(stream, origin, key)
+    return streams if differing is None else {name: streams.get(name) for name in differing}
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """The streams of every rank of the layout before.
+
+    Attributes:
+        config: that layout.
+        streams: per virtual rank its streams.
+        individual: streams that differed between ranks of one home, now or before.
+    """
+
+    config: ParallelConfig
+    streams: Mapping[int, Streams]
+    individual: frozenset[str]
+
+    @classmethod
+    def read(cls, config: ParallelConfig, published: Mapping[int, Streams], individual: Iterable[str] = ()) -> Origins:
+        """From what the ranks published.
+
+        Args:
+            config: the layout before.
+            published: per virtual rank what ``published`` gave; a rank that differs in nothing may be left out.
+            individual: streams that an earlier change found to be individual.
+
+        Raises:
+            Mismatch: if a rank with dp 0 and cp 0 published nothing.
+        """
+        streams: dict[int, Streams] = {}
+        for rank in range(config.world_size):
+            at = config.coordinate(rank)
+            first = config.rank(at.pp, at.tp)
+            if first not in published:
+                raise Mismatch(f"the random streams of rank {first} ({config.coordinate(first)}) are missing")
+            own = dict(published[first]) | dict(published.get(rank, {}))
+            streams[rank] = {name: state for name, state in own.items() if state is not None}
+        found = set(individual)
+        marks: dict[int, bytes] = {}  # by object: most ranks have the very one of their first
+        seen: dict[tuple[str, str], bytes] = {}
+        for name in {name for own in streams.values() for name in own}:
+            for rank, own in streams.items():
+                state = own.get(name)
+                if id(state) not in marks:
+                    marks[id(state)] = digest(state, name)
+                if seen.setdefault((name, home(name, config, rank)), marks[id(state)]) != marks[id(state)]:
+                    found.add(name)
+        return cls(config, streams, frozenset(found))
+
+    def at(self, config: ParallelConfig, rank: int, generation: int) -> Streams:
+        """The streams of a virtual rank of the layout after.
+
+        Args:
+            config: that layout.
+            rank: the virtual rank.
+            generation: number of the change, for streams that begin.
+        """
+        found: Streams = {}
+        for stream in sorted({name for own in self.streams.values() for name in own}):
+            alone = stream in self.individual
+            at = home(stream, config, rank, individual=alone)
+            holders = [before for before, own in self.streams.items() if stream in own]
+            same = [before for before in holders if home(stream, self.config, before, individual=alone) == at]
+            if same:
+                found[stream] = self.streams[min(same)][stream]
+            else:
+                found[stream] = _begin(stream, self.streams[min(holders)][stream], at, generation)
+        return found
+
+
+def install(streams: Streams) -> None:
+    """Set this process's streams; the tracker has those that are given and no others."""
+    tracker: dict[str, Any] = {}
+    for stream, state in streams.items():
         if stream == "python":
             random.setstate(state)
         elif stream == "numpy":
@@ -71,29 +159,47 @@ def restore(by_coordinate: Mapping[tuple[int, int], Streams], coordinate: Coordi
         elif stream == "torch":
             torch.set_rng_state(state)
         elif stream == "cuda":
-            torch.cuda.set_rng_state(state)
+            if torch.cuda.is_available():
+                torch.cuda.set_rng_state(state)
         else:
-            tracker[stream.removeprefix(_TRACKER)] = state
+            tracker[stream.removeprefix(_TRACKER)] = _for_tracker(state)
     megatron_random.get_cuda_rng_tracker().set_states(tracker)
 
 
-def _derived(stream: str, origin: Any, key: tuple[int, int]) -> Any:
-    """The state that a stream starts from at a coordinate that did not exist before."""
-    content = origin.numpy().tobytes() if isinstance(origin, torch.Tensor) else repr(_plain(origin)).encode()
-    digest = hashlib.sha256(b"shardshift rng\0" + content + f"\0{stream}\0pp{key[0]}\0tp{key[1]}".encode()).digest()
-    seed = int.from_bytes(digest[:8], "little") >> 1
+def _begin(stream: str, origin: Any, at: str, generation: int) -> Any:
+    """The state that a stream starts from at a home that did not exist before."""
+    content = origin.numpy().tobytes() if isinstance(origin, torch.Tensor) else repr(_listed(origin)).encode()
+    text = f"\0{stream}\0change {generation}\0{at}"
+    seed = int.from_bytes(hashlib.sha256(b"shardshift rng\0" + content + text.encode()).digest()[:8], "little") >> 1
     if stream == "python":
         return random.Random(seed).getstate()
     if stream == "numpy":
         name, keys, *rest = _numpy_state(np.random.RandomState(seed % 2**32).get_state(legacy=True))
         return (name, torch.from_numpy(keys.astype(np.int64)), *rest)
-    on_gpu = stream.startswith((_TRACKER, "cuda")) and torch.cuda.is_available()
+    # A state of a GPU's generator is 16 bytes (seed and offset), one of a CPU's 5056: it says itself what it is of.
+    on_gpu = torch.cuda.is_available() and isinstance(origin, torch.Tensor) and origin.numel() <= _LARGEST_GPU_STATE
     return torch.Generator("cuda" if on_gpu else "cpu").manual_seed(seed).get_state()
+
+
+_LARGEST_GPU_STATE: Final = 64
+"""Bytes."""
+
+
+def _state_of(state: Any) -> torch.Tensor:
+    """A tracker's state as a tensor on CPU: with CUDA graphs the tracker holds generators (``random.py``, ``add``)."""
+    tensor: torch.Tensor = state.get_state() if isinstance(state, torch.Generator) else state
+    return tensor.cpu().clone()
+
+
+def _for_tracker(state: torch.Tensor) -> Any:
+    """A state as this process's tracker keeps it."""
+    graph_safe = megatron_random.is_graph_safe_cuda_rng_tracker(megatron_random.get_cuda_rng_tracker())
+    return megatron_random.convert_cuda_rng_state(state.clone(), to_graphable=True) if graph_safe else state.clone()
 
 
 def _numpy_state(state: Any) -> tuple[Any, ...]:
     return tuple(state)  # typed as either a dict or a tuple
 
 
-def _plain(state: Any) -> Any:
-    return [_plain(x) for x in state] if isinstance(state, tuple | list) else getattr(state, "tolist", lambda: state)()
+def _listed(state: Any) -> Any:
+    return [_listed(x) for x in state] if isinstance(state, tuple | list) else getattr(state, "tolist", lambda: state)()

@@ -1,0 +1,183 @@
+"""Records: what a Megatron job carries besides tensors that have a region.
+
+1. Each rank gives one record: the steps and settings of the param groups whose parameters it speaks for (``groups``),
+   the random streams (``rng``) and extra states of modules (``extras``) in which it differs from the first of its data
+   parallel group, and its grad scalers. A rank that has nothing to add gives none, so that replicas cost nothing.
+2. The first rank adds one record for the whole job: iteration, data position, counters, scheduler, micro-batch
+   calculator, rerun state machine. That the others hold the same is seen first, by digests (``alike``).
+3. Every rank of the new layout reads all records, which must agree, and takes what belongs to its coordinate.
+
+Records are bytes of plain values and tensors (``plain``), and are read so that nothing in them can run code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...values import Mismatch, ParallelConfig, Unaccounted
+from . import extras, scaler
+from .extras import ExtraState
+from .groups import GroupRecord, Groups
+from .plain import dump, load, unpack
+from .rng import Origins, Streams
+
+_JOB = "job"
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """One rank's companions.
+
+    Attributes:
+        rank: virtual rank in the layout before.
+        groups: ``groups.describe``.
+        streams: ``rng.published``.
+        extra_state: ``extras.published``, packed.
+        scalers: ``scaler.capture``, packed.
+    """
+
+    rank: int
+    groups: Sequence[GroupRecord]
+    streams: Streams
+    extra_state: Mapping[str, Any]
+    scalers: Mapping[str, Any]
+
+    def to_bytes(self, *, first: bool) -> dict[str, bytes]:
+        """Key and content; nothing if this rank is no first one (dp 0, cp 0) and has nothing to add."""
+        if not (first or self.streams or self.extra_state or any(group.names for group in self.groups)):
+            return {}
+        record = {
+            "rank": self.rank,
+            "groups": [group.plain() for group in self.groups],
+            "streams": self.streams,
+            "extra_state": dict(self.extra_state),
+            "scalers": dict(self.scalers),
+        }
+        return {f"rank{self.rank}": dump(record, f"rank {self.rank}")}
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> RankRecord:
+        """The inverse of ``to_bytes``."""
+        record = load(content)
+        groups = [GroupRecord(**group) for group in record["groups"]]
+        streams = {name: unpack(state) for name, state in record["streams"].items()}
+        return cls(record["rank"], groups, streams, record["extra_state"], record["scalers"])
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """The whole job's companions.
+
+    Attributes:
+        iteration: optimizer steps finished.
+        consumed_samples: training samples used, over all ranks.
+        generation: changes of layout before this one.
+        scheduler: state of the learning rate scheduler, or None.
+        counters: the user's counts by name: consumed_valid_samples, skipped_samples, floating_point_operations, ...
+        microbatches: ``microbatches.capture``.
+        rerun: ``rerun.capture``, packed.
+        individual: random streams that an earlier change found to differ between ranks that could share them.
+    """
+
+    iteration: int
+    consumed_samples: int
+    generation: int
+    scheduler: dict[str, Any] | None
+    counters: Mapping[str, int | float]
+    microbatches: dict[str, Any] | None = None
+    rerun: dict[str, Any] | None = None
+    individual: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value in self.counters.items():
+            if type(value) not in (int, float):
+                raise Unaccounted(
+                    f"counter {name} is a {type(value).__name__}; nothing was moved. What to do: keep whole or "
+                    "floating numbers in job.counters",
+                    [name],
+                )
+
+    def values(self) -> dict[str, Any]:
+        """What every rank must hold alike, by name: for ``alike.differing`` on the whole world."""
+        own = ("counters", "rerun")  # the machine's largest values are those of its rank
+        values = {name: getattr(self, name) for name in self.__slots__ if name not in own}
+        return values | {f"counter {name}": value for name, value in self.counters.items()}
+
+    def to_bytes(self) -> dict[str, bytes]:
+        """Key and content."""
+        record = {name: getattr(self, name) for name in self.__slots__}
+        return {_JOB: dump(record | {"counters": dict(self.counters)}, "the job")}
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> JobRecord:
+        """The inverse of ``to_bytes``."""
+        return cls(**{name: unpack(value) for name, value in load(content).items()})
+
+    def next_generation(self) -> JobRecord:
+        """The same one change of layout later."""
+        return replace(self, generation=self.generation + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """All records of a job, read back and held against one another.
+
+    Attributes:
+        job: the whole job's.
+        groups: steps and param groups.
+        streams: random streams.
+        extra_state: of modules.
+        scalers: states of grad scalers by kind of part, packed.
+    """
+
+    job: JobRecord
+    groups: Groups
+    streams: Origins
+    extra_state: ExtraState
+    scalers: Mapping[str, Any]
+
+    @classmethod
+    def read(
+        cls, records: Mapping[str, bytes], prev: ParallelConfig, differing: extras.Differing = "error"
+    ) -> Companions:
+        """From the bytes that every rank gave.
+
+        Args:
+            records: by key.
+            prev: the layout that gave them.
+            differing: what is done with extra states that differ and cannot be kept apart.
+
+        Raises:
+            Mismatch: if a record is missing, or two contradict one another.
+        """
+        if _JOB not in records:
+            raise Mismatch(f"the record of the whole job is missing; there are {sorted(records)}")
+        job = JobRecord.from_bytes(records[_JOB])
+        ranks = {
+            record.rank: record
+            for record in (RankRecord.from_bytes(content) for key, content in records.items() if key != _JOB)
+        }
+        return cls(
+            job,
+            Groups({rank: record.groups for rank, record in ranks.items()}),
+            Origins.read(prev, {rank: record.streams for rank, record in ranks.items()}, job.individual),
+            ExtraState.read(prev, {rank: record.extra_state for rank, record in ranks.items()}, differing),
+            scaler.merge(record.scalers for record in ranks.values()),
+        )
+
+    def check(self, curr: ParallelConfig, names: Iterable[Iterable[str]] = ()) -> None:
+        """Look for what ``rebuild`` could not take.
+
+        Args:
+            curr: the new layout.
+            names: the logical names of each param group of this rank there, as far as they are known before it is
+                built (each parameter by itself serves).
+
+        Raises:
+            Mismatch: naming it.
+        """
+        self.extra_state.check(curr)
+        for of_group in names:
+            self.groups.settings(of_group)
