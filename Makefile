@@ -26,6 +26,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
+# A second megatron-core beside the one in .venv, for tests/megatron/test_versions.py alone: a process of the test puts
+# this folder first on its PYTHONPATH. Not in constraints/dev.txt, which has one version of each package.
+OLDER_MEGATRON := 0.15.3
+OLDER := $(VENV)/megatron-core-$(OLDER_MEGATRON)
+
 # Some names on PATH do not run (pyenv's shims of versions that are not chosen) and some interpreters lack venv
 # (Debian without python3-venv): take the first that does all that is needed.
 USABLE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
@@ -37,7 +42,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(BIN)/python
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
-setup: $(STAMP)
+setup: $(STAMP) $(OLDER)
 
 # The stamp comes last: a set-up that was interrupted or failed is done again. -qq keeps errors only.
 # megatron-core's own metadata asks for torch>=2.6, numpy and packaging>=24.2 without upper bounds or CUDA packages
@@ -58,10 +63,16 @@ $(STAMP): pyproject.toml constraints/dev.txt
 		--constraint constraints/dev.txt --editable '.[demo,dev,megatron,trace]'
 	@touch $@
 
+# Into a folder of another name first, so that what was interrupted is done again. No --upgrade: the folder is new.
+$(OLDER): | $(STAMP)
+	@rm -rf $@.part
+	@$(PIP) install -qq --no-deps --target $@.part megatron-core==$(OLDER_MEGATRON)
+	@mv $@.part $@
+
 demo: $(STAMP)
 	@$(BIN)/shardshift demo $(ARGS)
 
-test: check
+test: check $(OLDER)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 check: lint types imports

@@ -10,6 +10,8 @@ from hypothesis import settings
 # A world of 8 processes on 2 cores is slower with more threads, and sums differ with their number. Set before torch is
 # imported; the processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Megatron's routers compile functions with torch.compile, which takes 3 to 10 s in each process.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 # Examples cross process start-ups and cold caches, so their time says nothing: no deadline.
 settings.register_profile("dev", deadline=None, print_blob=True)

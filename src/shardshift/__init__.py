@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .adapters import megatron
+    from .adapters import audit, megatron
     from .elastic import Member, Resize, ResizeReport, ResizeSource, Script, Session, session
     from .engine import Mover, Resumed, mover_of, names_of, reshard
     from .values import (
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "megatron": "adapters",
+    **dict.fromkeys(("audit", "megatron"), "adapters"),
     **dict.fromkeys(("Member", "Resize", "ResizeReport", "ResizeSource", "Script", "Session", "session"), "elastic"),
     **dict.fromkeys(("Mover", "Resumed", "mover_of", "names_of", "reshard"), "engine"),
     **dict.fromkeys(
@@ -77,6 +77,7 @@ __all__ = [
     "Tensor",
     "Topology",
     "Unaccounted",
+    "audit",
     "megatron",
     "mover_of",
     "names_of",

@@ -91,7 +91,7 @@ def memory_full_of_nan(recipe: Recipe, corpus: Corpus) -> Adapter:
     """What a new shard is given as memory is NaN until something is written to it (in this process)."""
 
     def empty(slot: Slot) -> torch.Tensor:
-        return torch.full(slot.local_shape, float("nan"), dtype=slot.dtype)
+        return torch.full(slot.shape, float("nan"), dtype=slot.dtype)
 
     Slot.empty = empty  # type: ignore[assignment,method-assign]
     return adapter_of(recipe, corpus)

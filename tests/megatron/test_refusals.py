@@ -170,6 +170,15 @@ def test_state_that_no_rule_covers(scenario: Scenario, refusal: Refusal) -> None
     check_refused(scenario, {1: refusal}, 2)
 
 
+def test_a_matrix_that_megatron_makes_on_a_stage_and_never_reads() -> None:
+    """With a tied embedding and multi-token prediction the last of several stages has an output layer of its own."""
+    adapter = Scenario(training(1, mtp=1), "pp2", {}).make()
+    one, two = ParallelConfig(), ParallelConfig.parse("pp2")
+    adapter.check(two)
+    with pytest.raises(Mismatch, match=r"output_layer\.weight is in the model of this rank, but not in the same model"):
+        adapter.change(one, two, kinds=())
+
+
 @pytest.mark.parametrize(
     ("adapter", "text"),
     [

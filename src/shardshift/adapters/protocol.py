@@ -32,6 +32,28 @@ J = TypeVar("J", bound=JobLike)
 """The adapter's job type."""
 
 
+class Auditable(Protocol):
+    """A job that can account for its tensors."""
+
+    def audit(self) -> Any:
+        """The account."""
+
+
+def audit(job: Auditable) -> Any:
+    """Account for every tensor that a live job reaches, on this rank: nothing is asked of others, nothing changed.
+
+    Returns:
+        For a Megatron job an ``adapters.megatron.audit.Audit``: per tensor its path and what becomes of it in a change
+        of layout (carried, goes along by value, rebuilt, derived, or *unknown*), bytes of each, ``unknown`` by
+        path, and ``check()``, which raises for these. ``print`` shows the sums.
+
+    Raises:
+        Mismatch: if the job is consumed.
+        Unaccounted: if the optimizer is of a kind that is not known.
+    """
+    return job.audit()
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one process stands in a generation.

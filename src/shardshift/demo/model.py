@@ -26,7 +26,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from .oracle import named_logical, slice_by_attributes
+from .held import named, slice_of, whole_shape
 from .text import SEQUENCE_LENGTH, Corpus
 
 
@@ -174,18 +174,14 @@ def set_initial_weights(job: Job, seed: int) -> None:
 
     Each logical tensor is drawn whole from a seed of its own and sliced by Megatron's attributes.
     """
-    for _, parameter, name in named_logical(job.model):
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        if parameter.dim() == 1:
+    for one in named(job.model):
+        if one.parameter.dim() == 1:
             continue  # norms start at one, biases at zero, in every layout
-        dim, ways = getattr(parameter, "partition_dim", -1), parallel_state.get_tensor_model_parallel_world_size()
-        if not getattr(parameter, "tensor_model_parallel", False):
-            dim, ways = 0, 1
-        shape = list(parameter.shape)
-        shape[dim] *= ways
-        whole = torch.randn(shape, generator=generator) * 0.02
-        parameter.data.copy_(slice_by_attributes(whole, parameter, parallel_state.get_tensor_model_parallel_rank()))
+        digest = hashlib.sha256(f"{seed}:{one.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        whole = torch.randn(whole_shape(one), generator=generator) * 0.02
+        one.parameter.data.copy_(slice_of(whole, one.cut, one.parameter.shape))
+    job.optimizer.reload_model_params()  # fp32 masters, where there are some
 
 
 def train_step(job: Job) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -13,10 +13,12 @@ import torch
 
 from ...values import Infeasible, Kind, Mismatch, ParallelConfig
 from ..protocol import Place
+from ..reach import reach
 from . import carry, microbatches, world
 from . import optimizer as optim
+from .audit import Audit, roots
 from .build import release
-from .change import Live, MegatronChange
+from .change import Live, MegatronChange, audit_of
 from .divide import refuse_indivisible
 from .extras import Differing
 from .grid import Grid
@@ -24,9 +26,10 @@ from .job import DataPosition, Job, Parts, RankLayout, unwrapped
 from .meta import BuildModel, MetaJobs, Stage, Wrap, checked, keep_router_bias
 from .microbatches import BatchSizes
 from .names import VOCABULARY
+from .quiesce import close_data, gradient_versions, quiesce, unheard
 from .records import JobRecord
 
-MakeData = Callable[[RankLayout, DataPosition], Iterator[Any]]
+MakeData = Callable[[RankLayout, DataPosition], Any]
 
 _USES: Final = ("forward", "zero_grad_buffer", "finish_grad_sync", "step", "zero_grad", "state_dict", "load_state_dict")
 """What of a consumed job's model, optimizer and scheduler raises."""
@@ -39,11 +42,19 @@ class Adapter:
         build_model: gives the model chunks of one rank, not wrapped. Called on the meta device, except for the
             first start; asks ``parallel_state`` (or the layout) for the stage, as Megatron's own providers do.
         wrap: gives (wrapped chunks, optimizer, scheduler or None) for chunks whose parameters are real.
-        data: gives the iterator over micro-batches of one rank, from a position on. None if the loop has its own.
+        data: gives the iterator over micro-batches of one rank, from a position on (a list of one for each model chunk,
+            where Megatron's interleaved schedule wants that). None if the loop has its own.
         global_batch_size: samples per optimizer step over all ranks; the same in every layout.
         micro_batch_size: samples per forward on one rank.
         vocab_size: rows of the vocabulary without padding; needed where TP changes how far it is padded.
         seed: seeds weights and random streams at the first start, as Megatron's ``initialize.py`` does.
+        extra_state: what is done where ranks hold different extra state (``get_extra_state``) of one module, and the
+            new layout does not keep them apart: ``"error"``, or ``"first"`` to take the lowest rank's.
+        after_move: called with the new job when everything is in place, to make anew what is derived from parameters.
+            Modules with a method of that name are called before it.
+        async_saves: Megatron's ``AsyncCallsQueue``, if the loop saves checkpoints in the background: they are finished
+            before a change.
+        say: takes a line where something was mended (a parameter that was not the cast of its master).
     """
 
     def __init__(
@@ -58,6 +69,8 @@ class Adapter:
         seed: int = 1234,
         extra_state: Differing = "error",
         after_move: Callable[[Job], None] | None = None,
+        async_saves: Any = None,
+        say: Callable[[str], None] = unheard,
     ) -> None:
         self._build_model = build_model
         self._wrap = wrap
@@ -67,6 +80,7 @@ class Adapter:
         self._vocab_size = vocab_size
         self._seed = seed
         self._extra_state, self._after_move = extra_state, after_move
+        self._async_saves, self._say = async_saves, say
         self._seen: carry.Seen | None = None
         self._meta = MetaJobs(build_model, wrap)
 
@@ -124,6 +138,7 @@ class Adapter:
     def quiesce(self, job: Job) -> None:
         """Bring every tensor up to date; see ``Adapter`` in ``protocol``."""
         keep_router_bias(unwrapped(job.model))
+        quiesce(job, stepped_at=job.stepped_at, async_saves=self._async_saves, say=self._say)
         self._seen = carry.look(job)
 
     def companions(self, job: Job) -> dict[str, bytes]:
@@ -137,16 +152,14 @@ class Adapter:
         job.iteration += 1
         job.position = self._position(job.config, job.position.consumed_samples + job.position.global_batch_size)
         microbatches.advance(job.position)
+        job.stepped_at = gradient_versions(job)
 
     def retire(self, job: Job) -> None:
         """Leave the job's world; its model and optimizer raise on use from now on and hold no state."""
         parts = job.consume()
+        close_data(parts.data)
         optimizers = [part for part in optim.parts(parts.optimizer) if part is not None]
-        for chunk in parts.model:
-            release(chunk, optimizers)
-        for old in optimizers:
-            if isinstance(old, torch.optim.Optimizer):
-                old.state.clear()
+        release(parts.model, optimizers)
         for old in (*parts.model, *unwrapped(parts.model), *optimizers, parts.scheduler):
             for name in _USES:
                 if hasattr(old, name):
@@ -159,7 +172,14 @@ class Adapter:
         position = self._position(layout.config, record.consumed_samples)
         data = None if self._data is None else self._data(layout, position)
         parts = Parts(list(model), optimizer, scheduler, data)
-        return Job(parts, layout, record.iteration, position, record.generation)
+        job = Job(parts, layout, record.iteration, position, record.generation, self._audit)
+        job.stepped_at = gradient_versions(job)
+        return job
+
+    def _audit(self, job: Job) -> Audit:
+        wholes, kinds = self._meta.wholes(), optim.kinds_of(job.optimizer)
+        grid = Grid(job.config, self._meta.stages(job.config), wholes, kinds, None)
+        return audit_of(job, grid, Live.of(job), reach(roots(job)))
 
     def _position(self, config: ParallelConfig, consumed_samples: int) -> DataPosition:
         size = microbatches.size_at(consumed_samples, config.dp, self._global_batch_size)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from ..reach import reach
 from .names import Where
+
+_BUFFERS: Final = (
+    "grad_data",
+    "param_data",
+    "cached_param_buffer_shard_list",
+    "cached_grad_buffer_shard_list",
+    "grad_accs",
+)
+"""Where buffers, buckets and the wrapper keep memory and hooks (``distributed/``)."""
 
 
 def materialise(chunks: Sequence[torch.nn.Module], values: Mapping[Where, torch.Tensor]) -> None:
@@ -43,32 +53,35 @@ def set_buffers(chunks: Sequence[torch.nn.Module], values: Mapping[Where, torch.
                 chunk.get_submodule(path)._buffers[key] = values[index, name]
 
 
-def release(chunk: torch.nn.Module, optimizers: Sequence[Any]) -> None:
-    """Let go of what a wrapped chunk and its optimizers hold, once they are done with: tensors and process groups.
+def release(model: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> None:
+    """Let go of what wrapped chunks and their optimizers hold, once they are done with: tensors and process groups.
 
     Models are full of cycles, so without this their groups would live on, each with its threads and sockets, until
-    Python happens to collect its oldest generation.
+    Python happens to collect its oldest generation. Groups are kept by much that is no module: dispatchers of tokens,
+    buffers, buckets. So whatever is reached is looked at. Dispatchers keep tensors of the last forward too, with its
+    graph, which holds groups where no collector of Python's comes.
     """
-    for parameter in chunk.parameters():
-        parameter.data = parameter.data.new_empty(0)
-        parameter.grad = None
-        parameter.__dict__.clear()  # main_grad: a view of the gradient buffer; main_param: the master
-    own = vars(chunk)  # where DDP has its buffers; a bare module has a method of that name
-    buffers = [buffer for key in ("buffers", "expert_parallel_buffers") for buffer in own.get(key, ())]
-    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
-    bucket_groups = [group for key in ("bucket_groups", "expert_parallel_bucket_groups") for group in own.get(key, ())]
-    for part in (*buffers, *buckets):
-        part.grad_data = part.param_data = None
-    for group in bucket_groups:
-        for key in ("cached_param_buffer_shard_list", "cached_grad_buffer_shard_list"):
-            if hasattr(group, key):
-                setattr(group, key, [])
-    for holder in (*chunk.modules(), *buffers, *buckets, *bucket_groups, *optimizers):
-        for key, value in list(vars(holder).items()):
-            if isinstance(value, dist.ProcessGroup | ProcessGroupCollection):
-                delattr(holder, key)
+    reached = [thing for _, thing in reach({"model": list(model), "optimizers": list(optimizers)}).objects]
+    for chunk in model:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.data.new_empty(0)
+            parameter.grad = None
+            parameter.__dict__.clear()  # main_grad: a view of the gradient buffer; main_param: the master
+    for thing in reached:
+        own = getattr(thing, "__dict__", {})
+        for key, value in list(own.items()):
+            of_a_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
+            if of_a_graph or isinstance(value, dist.ProcessGroup | ProcessGroupCollection):
+                del own[key]
+            elif key in _BUFFERS:
+                own[key] = None
+    # Shards of fp32 parameters are views with a graph, which ends in the hooks of DistributedDataParallel.
+    for optimizer in optimizers:
+        for key, value in list(vars(optimizer).items()):
+            if isinstance(value, list | dict):
+                setattr(optimizer, key, type(value)())
     # Methods under lru_cache hold their modules, and these their groups (rotary_pos_embedding.py, forward).
-    for kind in {type(module) for module in chunk.modules()}:
+    for kind in {type(thing) for thing in reached if isinstance(thing, torch.nn.Module)}:
         for value in vars(kind).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()

@@ -15,9 +15,12 @@ import torch
 
 from ...values import Kind, Layout, Mismatch, Shard, Unaccounted
 from ..protocol import Place
+from ..reach import Reached, reach
 from . import carry, extras, microbatches, scaler, world
 from . import optimizer as optim
+from .audit import Audit, audit, by_path, roots
 from .build import materialise, set_buffers
+from .features import features, refuse
 from .grid import Grid
 from .job import Job, RankLayout, unwrapped
 from .meta import BuildModel
@@ -155,6 +158,9 @@ class MegatronChange:
                     "time (make its DistributedDataParallelConfig anew: Megatron writes into it)"
                 )
             found |= slot.views(local)
+        reached = reach(roots(job))
+        refuse(features(reached))
+        audit_of(job, self._prev, live, reached).check()
         return found
 
     def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
@@ -208,6 +214,16 @@ class MegatronChange:
             state = states.get(where, {})
             step = accepted.groups.step(live.names[where])
             optim.restore(holding, masters.get(where), state if step is None or not state else {"step": step, **state})
+
+
+def audit_of(job: Job, grid: Grid, live: Live, reached: Reached) -> Audit:
+    """Hold what a job reaches against what a grid carries of it, and against what is built on the meta device."""
+    carried: dict[str, torch.Tensor] = {}
+    for slot in grid.of_rank(job.layout.rank):
+        tensor = live.find(slot)
+        if tensor is not None:
+            carried[f"{slot.kind} {slot.name}"] = tensor
+    return audit(job, carried, by_path(grid.stages[job.layout.coordinate.pp].chunks), reached)
 
 
 def _declaring(grid: Grid) -> frozenset[str]:

@@ -7,6 +7,7 @@ stand-in names the place in megatron-core 0.16.1 that needs it. Import this modu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -45,6 +46,9 @@ def install() -> bool:
     patched.cuda.FloatTensor, patched.cuda.IntTensor = torch.FloatTensor, torch.IntTensor
     patched.cuda.current_device = lambda: _CPU
     patched.cuda.synchronize = lambda *args, **kwargs: None  # p2p_communication.py:398
+    # token_dispatcher.py:445, resharding/refit.py: streams of copies, which here happen at once
+    patched.cuda.Stream, patched.cuda.stream = _Stream, lambda stream: contextlib.nullcontext()
+    patched.cuda.current_stream = patched.cuda.default_stream = lambda device=None: _Stream()
     for name in _FACTORIES:  # a literal device="cuda" in many places
         setattr(patched, name, _on_cpu(getattr(torch, name)))
     patched.cuda.manual_seed = torch.manual_seed
@@ -54,8 +58,50 @@ def install() -> bool:
     # The real tracker of RNG streams, on the CPU's generator.
     megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    _experts_and_latent_attention()
     patched._shardshift_cpu_standins = True
     return True
+
+
+def _experts_and_latent_attention() -> None:
+    """What experts and latent attention need on CPU, without Transformer Engine."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+    import megatron.core.transformer.multi_latent_attention as latent
+
+    # token_dispatcher.py:879 wants the sizes for all_to_all as numbers; moe_utils.py:1093 converts those of CUDA alone
+    dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **kwargs: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # moe_utils.py:1192 compares it with None
+    for name in ("TELinear", "TEColumnParallelLinear"):
+        if not isinstance(getattr(latent, name, None), type):
+            setattr(latent, name, _NoSuchModule)  # multi_latent_attention.py:185 asks isinstance
+
+
+class _Stream:
+    """A CUDA stream on which everything is done as soon as it is asked for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = _CPU
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Any = None) -> _Stream:
+        """An event that has happened."""
+        return self
+
+
+class _NoSuchModule:
+    """A class of which nothing is an instance."""
 
 
 def _type_as_cuda(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,6 +119,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device") or "").startswith("cuda"):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # rope_utils.py:62; only CUDA has pinned memory
         return factory(*args, **kwargs)
 
     return on_cpu

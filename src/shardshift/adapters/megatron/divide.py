@@ -31,6 +31,12 @@ def refuse_indivisible(model: Any, config: ParallelConfig) -> None:
             sizes.append(("rows of each part of shared_experts.linear_fc1", shared, "tp", config.tp))
     elif config.ep > 1:
         raise Infeasible(f"{config}: the model has no experts; what to do: leave ep out")
+    if model.num_moe_experts and config.ep == 1 and config.expert_tp != config.tp:
+        raise Infeasible(
+            f"{config}: without expert parallelism megatron-core reduces gradients of experts as those of dense layers "
+            f"(tensor_parallel/layers.py, allreduce), which is wrong where etp {config.expert_tp} is not tp {config.tp}"
+            "; what to do: leave etp out, or choose an ep of 2 or more"
+        )
     for what, size, axis, ways in sizes:
         if size % ways:
             raise Infeasible(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...values import Coordinate, ExpertCoordinate, Mismatch, ParallelConfig
+
+if TYPE_CHECKING:
+    from .audit import Audit
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class Parts:
     model: list[torch.nn.Module]
     optimizer: Any
     scheduler: Any
-    data: Iterator[Any] | None
+    data: Any
 
 
 class Job:
@@ -84,18 +87,36 @@ class Job:
         counters: what else the loop counts, alike on all ranks (consumed_valid_samples, skipped_samples,
             floating_point_operations, ...); goes on through changes.
         individual_streams: random streams that belong to the whole coordinate (``rng.py``).
+        stepped_at: how often gradient buffers had been written when the last step was over (``quiesce.py``).
     """
 
     def __init__(
-        self, parts: Parts, layout: RankLayout, iteration: int, position: DataPosition, generation: int = 0
+        self,
+        parts: Parts,
+        layout: RankLayout,
+        iteration: int,
+        position: DataPosition,
+        generation: int,
+        auditor: Callable[[Job], Audit],
     ) -> None:
         self.counters: dict[str, int | float] = {}
         self.individual_streams: tuple[str, ...] = ()
+        self.stepped_at: tuple[int, ...] | None = None
+        self._auditor = auditor
         self._parts: Parts | None = parts
         self.layout = layout
         self.iteration = iteration
         self.position = position
         self.generation = generation
+
+    def audit(self) -> Audit:
+        """Account for every tensor that the job reaches; see ``shardshift.audit``.
+
+        Raises:
+            Mismatch: if the job is consumed.
+        """
+        self._live()
+        return self._auditor(self)
 
     @property
     def config(self) -> ParallelConfig:
@@ -123,8 +144,8 @@ class Job:
         return self._live().scheduler
 
     @property
-    def data(self) -> Iterator[Any] | None:
-        """This rank's iterator over micro-batches."""
+    def data(self) -> Any:
+        """What the user's ``data`` gave: this rank's iterator over micro-batches, or one for each model chunk."""
         return self._live().data
 
     def consume(self) -> Parts:

@@ -21,11 +21,14 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from ...values import Infeasible, Kind, Mismatch, ParallelConfig, ShardshiftError, Unaccounted
+from ..reach import reach
 from . import optimizer as optim
 from . import scaler
+from .features import features, refuse
 from .job import RankLayout, unwrapped
 from .names import named_tensors
 from .slots import Local, Whole
+from .versions import declare_fused_halves
 from .world import on_meta, virtual_rank
 
 BuildModel = Callable[[RankLayout], Sequence[torch.nn.Module]]
@@ -94,10 +97,13 @@ class MetaJobs:
 
     def _stage(self, config: ParallelConfig, stage: int) -> Stage:
         layout = RankLayout(config, config.rank(pp=stage, tp=0))
-        with virtual_rank(config, layout.rank), on_meta():
+        with virtual_rank(config, layout.rank):
             try:
-                chunks = tuple(self._build_model(layout))
-                wrapped, optimizer, scheduler = checked(self._wrap(chunks, layout))
+                with on_meta():
+                    chunks = tuple(self._build_model(layout))
+                declare_fused_halves(chunks)  # older releases do not
+                with on_meta(wrapping=True):
+                    wrapped, optimizer, scheduler = checked(self._wrap(chunks, layout))
             except ShardshiftError:
                 raise
             except Exception as error:  # Megatron refuses with assertions, ValueErrors and RuntimeErrors alike
@@ -106,6 +112,7 @@ class MetaJobs:
                     f"the job cannot be built as {config} (stage {stage}, on the meta device): {reason}; what to do: "
                     "choose a configuration that divides the model; build_model and wrap must not touch data"
                 ) from error
+            refuse(features(reach({"model": list(wrapped), "optimizer": optimizer})))
             inside = tuple(unwrapped(wrapped))
             keep_router_bias(inside)
             if any(parameter.device.type != "meta" for chunk in inside for parameter in chunk.parameters()):

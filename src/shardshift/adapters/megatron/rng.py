@@ -31,6 +31,7 @@ import torch
 
 from ...values import Mismatch, ParallelConfig
 from .plain import digest
+from .versions import for_tracker
 
 Streams = dict[str, Any]
 """Per stream its state: torch's defaults, Python's, NumPy's and the tracker's, all as plain values or tensors."""
@@ -162,7 +163,7 @@ def install(streams: Streams) -> None:
             if torch.cuda.is_available():
                 torch.cuda.set_rng_state(state)
         else:
-            tracker[stream.removeprefix(_TRACKER)] = _for_tracker(state)
+            tracker[stream.removeprefix(_TRACKER)] = for_tracker(state)
     megatron_random.get_cuda_rng_tracker().set_states(tracker)
 
 
@@ -189,12 +190,6 @@ def _state_of(state: Any) -> torch.Tensor:
     """A tracker's state as a tensor on CPU: with CUDA graphs the tracker holds generators (``random.py``, ``add``)."""
     tensor: torch.Tensor = state.get_state() if isinstance(state, torch.Generator) else state
     return tensor.cpu().clone()
-
-
-def _for_tracker(state: torch.Tensor) -> Any:
-    """A state as this process's tracker keeps it."""
-    graph_safe = megatron_random.is_graph_safe_cuda_rng_tracker(megatron_random.get_cuda_rng_tracker())
-    return megatron_random.convert_cuda_rng_state(state.clone(), to_graphable=True) if graph_safe else state.clone()
 
 
 def _numpy_state(state: Any) -> tuple[Any, ...]:

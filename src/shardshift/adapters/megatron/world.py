@@ -25,6 +25,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch.distributed import distributed_c10d as c10d
 
 from ...values import ParallelConfig
@@ -77,6 +79,8 @@ def leave() -> None:
     parallel_state.destroy_model_parallel()
     for name, value in _NO_WORLD.items():  # destroy_model_parallel forgets some that hold groups
         setattr(parallel_state, name, copy.copy(value))
+    for log in _logs():
+        log.clear()
     if not dist.is_initialized():
         return
     groups = list(c10d._world.pg_map)
@@ -86,6 +90,15 @@ def leave() -> None:
     with ThreadPoolExecutor(len(groups)) as pool:
         for _ in range(len(groups)):
             pool.submit(groups.__delitem__, -1)
+
+
+def _logs() -> Iterator[dict[Any, Any]]:
+    """Where megatron-core collects losses of layers for a log, with the groups to sum them over.
+
+    They begin anew: sums since the last line of a log, of layers that may be elsewhere now.
+    """
+    yield getattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER", {})  # before 0.16 in parallel_state
+    yield MTPLossLoggingHelper.tracker
 
 
 @contextlib.contextmanager
@@ -127,16 +140,22 @@ def virtual_rank(config: ParallelConfig, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_meta() -> Iterator[None]:
-    """Build on the meta device: shapes without memory; collectives on such tensors do nothing.
+def on_meta(*, wrapping: bool = False) -> Iterator[None]:
+    """Build, or wrap, on the meta device: shapes without memory; collectives on such tensors do nothing.
+
+    What is made without values (``torch.empty``), as parameters are, goes to the meta device even where megatron-core
+    names another (``tensor_parallel/layers.py``). What is made with values on a device that is named follows from the
+    configuration (``rotary_pos_embedding.py``): a model keeps it.
 
     megatron-core broadcasts while it builds (``language_module.py``, ``setup_embeddings_and_output_layer``;
     ``distributed_data_parallel.py``, ``broadcast_params``), which no backend can do with a tensor that has no data. It
-    makes buffers on ``torch.cuda.current_device()`` (``param_and_grad_buffer.py``), and it tells parameters apart by
-    ``Tensor.type()``, which names the device (``distrib_optimizer.py``, ``optimizer.py``).
+    wraps in buffers on ``torch.cuda.current_device()`` (``param_and_grad_buffer.py``), and tells parameters apart by
+    ``Tensor.type()``, which names the device (``distrib_optimizer.py``, ``optimizer.py``). And models are moved with
+    ``chunk.cuda(torch.cuda.current_device())``.
     """
     real: dict[str, Any] = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
-    current_device, tensor_type = torch.cuda.current_device, torch.Tensor.type
+    empty = torch.empty
+    current_device, tensor_type, to_cuda = torch.cuda.current_device, torch.Tensor.type, torch.Tensor.cuda
 
     def without_data(collective: Any) -> Any:
         def called(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -149,18 +168,26 @@ def on_meta() -> Iterator[None]:
             return _REAL_TYPES.get(self.dtype, tensor_type(self))
         return tensor_type(self, *args, **kwargs)
 
+    def empty_on_meta(*args: Any, **kwargs: Any) -> Any:
+        return empty(*args, **kwargs | {"device": "meta"})
+
     patched: Any = torch
     for name, collective in real.items():
         setattr(dist, name, without_data(collective))
-    patched.cuda.current_device = lambda: torch.device("meta")
+    if wrapping:
+        patched.cuda.current_device = lambda: torch.device("meta")
+    else:  # a wrapper may send objects between ranks, in memory that is made empty
+        patched.empty = empty_on_meta
     patched.Tensor.type = type_as_real
+    patched.Tensor.cuda = lambda self, *args, **kwargs: self if self.is_meta else to_cuda(self, *args, **kwargs)
     try:
         with torch.device("meta"):
             yield
     finally:
         for name, collective in real.items():
             setattr(dist, name, collective)
-        patched.cuda.current_device, patched.Tensor.type = current_device, tensor_type
+        patched.empty = empty
+        patched.cuda.current_device, patched.Tensor.type, patched.Tensor.cuda = current_device, tensor_type, to_cuda
 
 
 @contextlib.contextmanager
