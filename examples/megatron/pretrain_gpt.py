@@ -210,7 +210,7 @@ def main():
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     adapter = ss.megatron.Adapter(build_model, wrap, data, global_batch_size=args.gbs, micro_batch_size=args.mbs)
-    with ss.session(adapter, args.layout.text, resizes=ss.Script(args.resize or {})) as session:
+    with ss.session(adapter, args.layout.text, resizes=args.resize) as session:
         job = session.start()
         while job and job.iteration < args.train_iters:
             if session.resize_due(job):
@@ -224,6 +224,6 @@ def main():
 
 if __name__ == "__main__":
     parser = arguments()
-    parser.add_argument("--resize", type=lambda s: {int(c.split(":")[0]): c.split(":")[1] for c in s.split(",")})
+    parser.add_argument("--resize", type=ss.Script.parse)
     args = parser.parse_args()
     main()

@@ -40,8 +40,11 @@ def test_slots_of_every_rank_are_what_megatron_makes_there(recipe: Training, con
     grid = Grid(parsed, meta.stages(parsed), meta.wholes(), (Kind.EXP_AVG,), None)
     for rank in range(parsed.world_size):
         layout = RankLayout(parsed, rank)
-        with world.virtual_rank(parsed, rank), world.on_meta():
-            wrapped, optimizer, _ = wrap(recipe, build_model(recipe, layout), layout)
+        with world.virtual_rank(parsed, rank):
+            with world.on_meta():
+                chunks = build_model(recipe, layout)
+            with world.on_meta(wrapping=True):
+                wrapped, optimizer, _ = wrap(recipe, chunks, layout)
             named = list(named_tensors(unwrapped(wrapped), layout.expert_coordinate.ep))
             held = optim.holdings(optimizer)
             slots: dict[tuple[Kind, str], Slot] = {(slot.kind, slot.name): slot for slot in grid.of_rank(rank)}
@@ -81,5 +84,5 @@ def test_changes_of_one_adapter_share_nothing_that_a_rank_writes() -> None:
     one, two = (ParallelConfig.parse(config) for config in ("pp1tp1dp1", "pp1tp2dp1"))
     changes = [adapter.change(one, two, kinds=["exp_avg"]) for _ in range(2)]
     shard = changes[0].curr.shards(0)[0]
-    places = {change.allocate(0, shard).data_ptr() for change in changes for _ in range(2)}
-    assert len(places) == 4
+    made = [change.allocate(0, shard) for change in changes for _ in range(2)]
+    assert len({tensor.data_ptr() for tensor in made}) == 4

@@ -89,7 +89,7 @@ def imagine(send: Send, real: bool) -> None:
         set_initial_weights(job, 1)
         train_step(job)  # the real groups still work
         dist.barrier()
-        world.leave()
+        world.leave().wait()
         send(
             not c10d._world.pg_map and not any(isinstance(v, dist.ProcessGroup) for v in vars(parallel_state).values())
         )
@@ -118,6 +118,8 @@ def train_through_changes(send: Send) -> None:
                 optimizer_step(job)
             if elastic.resize_due(job):
                 job = elastic.resize(job)
+                left: Any = elastic._adapter
+                left._leaving.wait()  # groups go in threads of their own while the next world trains
                 counts = {  # before the collector runs: nothing may depend on it
                     "files": len(os.listdir("/proc/self/fd")),
                     "threads": len(os.listdir("/proc/self/task")),

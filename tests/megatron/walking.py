@@ -254,7 +254,7 @@ def bounds() -> Mapping[str, Any]:
 if __name__ == "__main__":
     from tests.megatron import walking  # functions that processes can find by name
 
-    STEPS = 50
+    STEPS = 30
     record = {name: walking.measure(STEPS, experts=name == "experts") for name in ("dense", "experts")}
     BOUNDS.write_text(json.dumps(record, indent=2) + "\n")
     print({name: found["apart"] for name, found in record.items()})

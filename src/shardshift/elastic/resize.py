@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..values import ParallelConfig
+from ..values import Infeasible, ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,24 @@ class Script:
             Resize(iteration, ParallelConfig.parse(config) if isinstance(config, str) else config)
             for iteration, config in sorted(changes.items())
         ]
+
+    @classmethod
+    def parse(cls, text: str) -> Script:
+        """Read ``"4:pp2tp2dp1,8:pp1tp2dp2"``: per iteration a configuration; an empty text is no change.
+
+        Raises:
+            Infeasible: if the text is not of that form, or names an iteration twice.
+        """
+        changes: dict[int, str] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            iteration, _, config = part.partition(":")
+            if not iteration.strip().isdecimal() or int(iteration) in changes:
+                raise Infeasible(
+                    f"{part!r} in {text!r} is no iteration and configuration, or names an iteration again; what to do: "
+                    "write it like '4:pp2tp2dp1,8:pp1tp2dp2'"
+                )
+            changes[int(iteration)] = config
+        return cls(changes)
 
     def upcoming(self, iteration: int) -> Resize | None:
         """The first scripted change at this iteration or later."""

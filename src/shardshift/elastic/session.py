@@ -276,14 +276,8 @@ class Session(Generic[J]):
             assert isinstance(derived, Exception)
             raise derived  # the lead's refusal
         self._watch.concern(proposal.participants)
-        if job is not None:
-            with self._timed(phases, "quiesce"):
-                try:
-                    self._adapter.quiesce(job)
-                except PeerLost:
-                    raise
-                except Exception as error:  # goes to every rank as text
-                    derived = error
+        with self._timed(phases, "quiesce"):
+            derived = transition.quiesce(job, derived)
         with self._timed(phases, "agree"):
             accepted = transition.agree(job, proposal, derived)
         assert not isinstance(derived, Exception)  # agree has raised it

@@ -184,6 +184,17 @@ class Transition(Generic[J]):
         """
         return bool(json.loads(self._control.fetch(self.key("due"), lead, "plan"))["holds"])
 
+    def quiesce(self, job: J | None, derived: Derived[J] | Exception) -> Derived[J] | Exception:
+        """Let the job come to rest; or what is wrong, for ``agree`` to tell."""
+        try:
+            if job is not None:
+                self._adapter.quiesce(job)
+            return derived
+        except PeerLost:
+            raise
+        except Exception as error:  # goes to every rank as text
+            return error
+
     def agree(self, job: J | None, proposal: Proposal, derived: Derived[J] | Exception) -> Any:
         """Say whether this rank is ready, hear whether all are; then the same of what goes along with the tensors.
 

@@ -44,8 +44,7 @@ class Layout:
 
     Args:
         roles: per role its shards.
-        role_of_rank: per virtual rank the index of its role, or the indices of its roles: as many for each rank, and
-            what two of them hold must be different tensors or disjoint parts.
+        role_of_rank: per virtual rank the index of its role, or the indices of its roles, which have nothing in common.
 
     Raises:
         Mismatch: if two shards of one role overlap, if tensors of one name differ, or if a role index is out
@@ -76,8 +75,7 @@ class Layout:
         )
         self.__dict__["role_count"] = len(roles)  # the last roles may hold nothing, and no rank play them
         self._set(tuple(held), np.array(bundle_of, np.int32), rows, players)
-        if players.shape[1] > 1:
-            self._check_roles_together()
+        self._check_roles_together()
 
     @classmethod
     def of_rows(
@@ -147,8 +145,8 @@ class Layout:
             return  # as nearly always: parameters in one column, optimizer state in another
         _, first = np.unique(players, axis=0, return_index=True)
         rank = np.repeat(first, players.shape[1])
-        start = np.searchsorted(rows.role[row], players[first].reshape(-1))
-        stop = np.searchsorted(rows.role[row], players[first].reshape(-1), side="right")
+        roles = players[first].reshape(-1)
+        start, stop = np.searchsorted(rows.role[row], roles), np.searchsorted(rows.role[row], roles, side="right")
         at, place = expand(start, stop - start)
         row = row[place]
         key = rank[at] * (int(rows.bundle.max()) + 1) + rows.bundle[row]
@@ -156,9 +154,8 @@ class Layout:
         if len(one):
             tensor = self.tensors[int(np.flatnonzero(self.bundle_of == rows.bundle[row[one[0]]])[0])]
             player = rank[at[one[0]]]
-            raise Mismatch(
-                f"{tensor}: rank {player} plays roles {players[player].tolist()}, of which two hold the same part"
-            )
+            both = players[player].tolist()
+            raise Mismatch(f"{tensor}: rank {player} plays roles {both}, of which two hold the same part")
 
     @cached_property
     def role_count(self) -> int:

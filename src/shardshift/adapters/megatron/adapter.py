@@ -82,6 +82,7 @@ class Adapter:
         self._extra_state, self._after_move = extra_state, after_move
         self._async_saves, self._say = async_saves, say
         self._seen: carry.Seen | None = None
+        self._leaving: world.Leaving | None = None
         self._meta = MetaJobs(build_model, wrap)
 
     def check(self, config: ParallelConfig) -> None:
@@ -164,7 +165,9 @@ class Adapter:
             for name in _USES:
                 if hasattr(old, name):
                     setattr(old, name, _consumed)
-        world.leave()
+        if self._leaving is not None:
+            self._leaving.wait()  # as a rule it is over long since
+        self._leaving = world.leave()
 
     def _assemble(self, chunks: Sequence[torch.nn.Module], layout: RankLayout, record: JobRecord) -> Job:
         model, optimizer, scheduler = checked(self._wrap(chunks, layout))

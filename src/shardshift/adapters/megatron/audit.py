@@ -37,7 +37,7 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 
 from ...values import Unaccounted
 from ..reach import Found, Reached, reach
-from . import hooks
+from . import extras, hooks
 from .claims import CLAIMED, Claims, Fate, joined, nbytes, place
 from .job import unwrapped
 
@@ -226,6 +226,8 @@ def _rule(found: Found, scheduled: set[int]) -> tuple[Fate, str] | None:
             return Fate.REBUILT, "constant (optimizer.py)"
     if isinstance(owner, torch.nn.Module) and hooks.vouches(owner):
         return Fate.REBUILT, f"made anew by {hooks.AFTER_MOVE}"
+    if isinstance(owner, torch.nn.Module) and extras.keeps(owner):
+        return Fate.COMPANION, "of a module that has extra state"
     if id(found.value) in scheduled:
         return Fate.COMPANION, "in the scheduler's state_dict"
     return _leftover(found)

@@ -78,7 +78,7 @@ def release(model: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> None
     # Shards of fp32 parameters are views with a graph, which ends in the hooks of DistributedDataParallel.
     for optimizer in optimizers:
         for key, value in list(vars(optimizer).items()):
-            if isinstance(value, list | dict):
+            if isinstance(value, list | dict) and key != "chained_optimizers":  # whose parts say that they are gone
                 setattr(optimizer, key, type(value)())
     # Methods under lru_cache hold their modules, and these their groups (rotary_pos_embedding.py, forward).
     for kind in {type(thing) for thing in reached if isinstance(thing, torch.nn.Module)}:

@@ -39,6 +39,11 @@ def declaring(modules: Modules) -> frozenset[str]:
     return frozenset(name for name, _ in _declaring(modules))
 
 
+def keeps(module: torch.nn.Module) -> bool:
+    """Whether a module may have extra state."""
+    return any(True for _ in _declaring([("", module)]))
+
+
 def capture(modules: Modules) -> dict[str, Any]:
     """The extra state of a rank's modules, packed, by logical name; those that give None are left out.
 

@@ -74,22 +74,36 @@ def _initialize(config: ParallelConfig, timeout_s: float, *, gloo: bool) -> None
     )
 
 
-def leave() -> None:
-    """Give back the real world, if there is one."""
+class Leaving:
+    """Groups of a world that was left, on their way out.
+
+    The last reference to a gloo group joins its threads, which look up from their sockets every 10 ms, and NCCL's
+    communicators take longer: so each group goes in a thread of its own, while the next world is entered and trains.
+    """
+
+    def __init__(self, groups: list[dist.ProcessGroup]) -> None:
+        self._pool = ThreadPoolExecutor(max(len(groups), 1))
+        for _ in range(len(groups)):
+            self._pool.submit(groups.__delitem__, -1)
+        self._pool.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Until their threads and sockets are gone."""
+        self._pool.shutdown(wait=True)
+
+
+def leave() -> Leaving:
+    """Give back the real world, if there is one. It is gone for torch and Megatron at once."""
     parallel_state.destroy_model_parallel()
     for name, value in _NO_WORLD.items():  # destroy_model_parallel forgets some that hold groups
         setattr(parallel_state, name, copy.copy(value))
     for log in _logs():
         log.clear()
-    if not dist.is_initialized():
-        return
-    groups = list(c10d._world.pg_map)
-    dist.destroy_process_group()
-    # The last reference to a gloo group joins its threads, which look up from their sockets every 10 ms: all at once,
-    # not one group after the other.
-    with ThreadPoolExecutor(len(groups)) as pool:
-        for _ in range(len(groups)):
-            pool.submit(groups.__delitem__, -1)
+    groups: list[dist.ProcessGroup] = []
+    if dist.is_initialized():
+        groups += c10d._world.pg_map
+        dist.destroy_process_group()
+    return Leaving(groups)
 
 
 def _logs() -> Iterator[dict[Any, Any]]:
