@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.megatron import training as t
-from tests.megatron.harness import TIMEOUT_S, Send, run_processes
+from tests.megatron.harness import TIMEOUT_S, Scenario, Send, run_processes, start_alone
 from tests.megatron.training import PlainJob, Training, training
 
+import shardshift as ss
 from shardshift import Member, ParallelConfig, Unaccounted
 from shardshift.adapters.megatron import world
 from shardshift.adapters.megatron.audit import Audit, audit, by_path, roots
@@ -299,3 +300,24 @@ def test_the_walk_begins_inside_the_wrappers() -> None:
     found = reach(roots(Job([Wrapper(Wrapper(inside))])))
     assert [each.path for each in found.state] == ["model[0].weight", "model[0].bias"]
     assert [each for each in by_path([inside])] == ["model[0].weight", "model[0].bias"]
+
+
+def ask_a_job(send: Send, recipe: Training) -> None:
+    torch.set_num_threads(1)
+    scenario = Scenario(recipe, "pp1tp1dp2ep2", {})
+    job = start_alone(scenario.make(), scenario.start, "asked")
+    assert job is not None
+    seen = ss.audit(job)
+    seen.check()
+    job.model[0].kept = torch.ones(5)
+    send((seen.rows(), str(seen), ss.audit(job).unknown))
+
+
+def test_a_job_accounts_for_itself() -> None:
+    recipe = training(1, experts=2, biases=False, distributed=True, precision="bf16")
+    for _, (rows, text, unknown) in run_processes(2, ask_a_job, recipe):
+        sizes = {name: size for name, _, size in rows}
+        assert sizes["carried"] > 0
+        assert "unknown" not in sizes
+        assert "carried" in text
+        assert unknown == ("wrapped[0].kept",)
