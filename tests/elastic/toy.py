@@ -210,7 +210,7 @@ class ToyChange:
         self.adapter.at("accept")
         return int(companions["iteration"])
 
-    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], accepted: int) -> ToyJob:
+    def rebuild(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: int) -> ToyJob:
         self.adapter.at("rebuild")
         self.adapter._enter(place)
         job = ToyJob(place.config, place.rank, dict(tensors), accepted)

@@ -108,8 +108,11 @@ class Change(Protocol[J]):
             Mismatch: if they contradict one another, or something is missing.
         """
 
-    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], accepted: Any) -> J:
-        """Enter the world of the new generation and build the job there around tensors that are in place."""
+    def rebuild(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: Any) -> J:
+        """Enter the world of the new generation and build the job there around tensors that are in place.
+
+        The tensors are the adapter's from here on: it may take them out of ``tensors``.
+        """
 
 
 class Adapter(Protocol[J]):

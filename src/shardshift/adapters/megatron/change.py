@@ -177,8 +177,8 @@ class MegatronChange:
         scaler.check(carried.scalers, {kind for stage in self._curr.stages for kind in stage.scalers})
         return carried
 
-    def rebuild(self, place: Place, tensors: Mapping[Shard, torch.Tensor], accepted: Companions) -> Job:
-        """Enter the new generation's world and build the job there around the tensors."""
+    def rebuild(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: Companions) -> Job:
+        """Enter the new generation's world and build the job there around the tensors, which are taken out."""
         world.enter(place)
         layout, slots = RankLayout(place.config, place.rank), self._curr.of_rank(place.rank)
         with world.undisturbed_rng():
@@ -187,11 +187,17 @@ class MegatronChange:
                 chunks = list(self._build_model(layout))
 
         local = {slot: slot.join(tensors) for slot in slots}
+        tensors.clear()
         weights = {slot.where: tensor for slot, tensor in local.items() if slot.kind in (Kind.PARAM, Kind.BUFFER)}
         materialise(unwrapped(chunks), weights)
+        # Where Megatron copies parameters into a buffer of its own, each goes as soon as it is copied: nothing else may
+        # hold it.
+        local = {slot: tensor for slot, tensor in local.items() if slot.kind is not Kind.PARAM}
+        buffers = {slot.where: tensor for slot, tensor in local.items() if slot.kind is Kind.BUFFER}
+        del weights
         microbatches.renew(accepted.job.consumed_samples, layout, accepted.job.microbatches)
         job = self._assemble(chunks, layout, accepted.job.next_generation())
-        set_buffers(unwrapped(chunks), weights)  # wrapping may have cast them
+        set_buffers(unwrapped(chunks), buffers)  # wrapping may have cast them
         live = Live.of(job)
         _compare(
             live.tensors,
