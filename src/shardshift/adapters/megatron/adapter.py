@@ -110,6 +110,7 @@ class Adapter:
         torch.manual_seed(seed)
         megatron_random.model_parallel_cuda_manual_seed(seed)
         chunks = list(self._build_model(layout))
+        self._meta.refuse_shared(chunks)
         return self._assemble(chunks, layout, JobRecord(0, consumed_samples, 0, None, {}))
 
     def change(self, prev: ParallelConfig, curr: ParallelConfig, *, kinds: Sequence[str]) -> MegatronChange:
@@ -120,6 +121,7 @@ class Adapter:
             *grids,
             build_model=self._build_model,
             assemble=self._assemble,
+            batch_sizes=(self._global_batch_size, self._micro_batch_size),
             extra_state=self._extra_state,
             after_move=self._after_move,
         )

@@ -44,13 +44,28 @@ def materialise(chunks: Sequence[torch.nn.Module], values: Mapping[Where, torch.
     set_buffers(chunks, values)
 
 
+def set_parameters(live: Mapping[Where, torch.Tensor], values: Mapping[Where, torch.Tensor]) -> None:
+    """Write values into parameters whose memory is no longer the one that they were given.
+
+    ``Float16Module`` casts a parameter that ``wrap`` brings back to fp32 afterwards, which loses bits; into buffers of
+    ``DistributedDataParallel`` the same bits are written again.
+    """
+    with torch.no_grad():
+        for where, value in values.items():
+            tensor = live[where]
+            if isinstance(tensor, torch.nn.Parameter) and tensor.data_ptr() != value.data_ptr():
+                tensor.copy_(value)
+
+
 def set_buffers(chunks: Sequence[torch.nn.Module], values: Mapping[Where, torch.Tensor]) -> None:
     """Put buffers in place; the parameters among the values are left alone."""
     for index, chunk in enumerate(chunks):
-        for name, _ in list(chunk.named_buffers()):
-            if (index, name) in values:
-                path, _, key = name.rpartition(".")
-                chunk.get_submodule(path)._buffers[key] = values[index, name]
+        # By identity: a buffer that two modules share has one name.
+        real = {id(old): values[index, name] for name, old in chunk.named_buffers() if (index, name) in values}
+        for module in chunk.modules():
+            for key, old in module._buffers.items():
+                if old is not None and id(old) in real:
+                    module._buffers[key] = real[id(old)]
 
 
 def release(model: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> None:

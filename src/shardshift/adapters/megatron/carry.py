@@ -81,6 +81,8 @@ def job_record(job: Job) -> JobRecord:
     return JobRecord(
         iteration=job.iteration,
         consumed_samples=job.position.consumed_samples,
+        global_batch_size=job.position.global_batch_size,
+        micro_batch_size=job.position.micro_batch_size,
         generation=job.generation,
         scheduler=None if job.scheduler is None else job.scheduler.state_dict(),
         counters=job.counters,

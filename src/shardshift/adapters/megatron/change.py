@@ -19,7 +19,7 @@ from ..reach import Reached, reach
 from . import carry, extras, microbatches, scaler, world
 from . import optimizer as optim
 from .audit import Audit, audit, by_path, roots
-from .build import materialise, set_buffers
+from .build import materialise, set_buffers, set_parameters
 from .features import features, refuse
 from .grid import Grid
 from .job import Job, RankLayout, unwrapped
@@ -111,9 +111,11 @@ class MegatronChange:
         *,
         build_model: BuildModel,
         assemble: Assemble,
+        batch_sizes: tuple[int, int],
         extra_state: extras.Differing = "error",
         after_move: Callable[[Job], None] | None = None,
     ) -> None:
+        self._batch_sizes = batch_sizes
         self._extra_state, self._after_move = extra_state, after_move
         self._prev, self._curr = prev, curr
         self._build_model, self._assemble = build_model, assemble
@@ -146,7 +148,13 @@ class MegatronChange:
             if local is None:
                 raise Mismatch(
                     f"{slot.name} on {where}: other ranks have {slot.kind}, this has not; nothing was moved. What to "
-                    "do: change layout after an optimizer step of all ranks"
+                    "do: change layout after an optimizer step of all ranks, and use one kind of optimizer for all "
+                    "parameters"
+                )
+            if not local.is_contiguous():
+                raise Mismatch(
+                    f"{slot.kind} of {slot.name} on {where} is not contiguous (strides {local.stride()}); nothing was "
+                    "moved. What to do: make it contiguous where it is made"
                 )
             holding = live.holdings.get(slot.where)
             flat = None if holding is None or slot.kind in (Kind.PARAM, Kind.BUFFER) else holding.flat
@@ -171,11 +179,41 @@ class MegatronChange:
 
     def accept(self, rank: int, companions: Mapping[str, bytes]) -> Companions:
         """Read the records of all ranks, and hold them against one another."""
+        self._refuse_other_model(rank)
         carried = Companions.read(companions, self._prev.config, self._extra_state)
-        names = {slot.name for slot in self._curr.of_rank(rank) if slot.kind is Kind.PARAM}
-        carried.check(self._curr.config, [[name] for name in sorted(names)])
+        carried.check(self._curr.config, self._curr.groups_of(rank))
+        self._check_batch(carried.job)
         scaler.check(carried.scalers, {kind for stage in self._curr.stages for kind in stage.scalers})
         return carried
+
+    def _refuse_other_model(self, rank: int) -> None:
+        """Refuse a model that differs between ranks of a stage: the layout knows that of the first alone.
+
+        Raises:
+            Mismatch: naming the parameters.
+        """
+        config, layout = self._curr.config, RankLayout(self._curr.config, rank)
+        if rank == config.rank(pp=layout.coordinate.pp, tp=0):
+            return
+        with world.virtual_rank(config, rank), world.on_meta():
+            chunks = unwrapped(self._build_model(layout))
+        built = {one.where: tuple(one.tensor.shape) for one in named_tensors(chunks) if one.is_parameter}
+        declared = {slot.where: slot.shape for slot in self._curr.of_rank(rank) if slot.kind is Kind.PARAM}
+        if differing := sorted({at[1] for at in built.keys() | declared.keys() if built.get(at) != declared.get(at)}):
+            raise Mismatch(
+                f"rank {rank} ({layout.coordinate}) of {config}: build_model gives {', '.join(differing)} otherwise "
+                "than on the first rank of its stage; nothing was moved. What to do: let it build the same model on all of "
+                "them"
+            )
+
+    def _check_batch(self, job: JobRecord) -> None:
+        """Refuse a process that was started with other batch sizes than the job's."""
+        theirs, ours = (job.global_batch_size, job.micro_batch_size), self._batch_sizes
+        if job.microbatches is None and theirs != ours:
+            raise Mismatch(
+                f"(global batch, micro-batch) are {theirs} in the job, {ours} in the adapter of a process that the new "
+                "layout needs; nothing was moved. What to do: start every process with the same arguments"
+            )
 
     def rebuild(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: Companions) -> Job:
         """Enter the new generation's world and build the job there around the tensors, which are taken out."""
@@ -190,6 +228,13 @@ class MegatronChange:
         tensors.clear()
         weights = {slot.where: tensor for slot, tensor in local.items() if slot.kind in (Kind.PARAM, Kind.BUFFER)}
         materialise(unwrapped(chunks), weights)
+        # Where dtypes are mixed, wrapping may cast all down and some up again (Float16Module): those are written anew.
+        narrowest = min((slot.dtype.itemsize for slot in slots if slot.kind is Kind.PARAM), default=0)
+        wide = {
+            slot.where: tensor
+            for slot, tensor in local.items()
+            if slot.kind is Kind.PARAM and slot.dtype.itemsize > narrowest
+        }
         # Where Megatron copies parameters into a buffer of its own, each goes as soon as it is copied: nothing else may
         # hold it.
         local = {slot: tensor for slot, tensor in local.items() if slot.kind is not Kind.PARAM}
@@ -205,6 +250,7 @@ class MegatronChange:
             _expected(self._curr, layout),
             f"rank {place.rank} ({layout.coordinate}): the model built in the new world",
         )
+        set_parameters(live.tensors, wide)
         self._restore(job, live, local, accepted)
         carry.restore(job, accepted, live.names_of_keys(), self._after_move)
         return job

@@ -46,6 +46,12 @@ class Grid:
         """
         return tuple(slot for key in self._roles(rank) for slot in self._role(key))
 
+    def groups_of(self, rank: int) -> list[list[str]]:
+        """The logical names of each param group of a rank's stage, with the experts of that rank."""
+        at = self.config.expert_coordinate(rank)
+        here = {(name, at.ep): there for (name, ep), there in self._expert_names.items() if ep == at.ep}
+        return [[here.get((name, at.ep), name) for name in group] for group in self.stages[at.pp].groups]
+
     @cached_property
     def layout(self) -> Layout:
         """The layout of all ranks."""

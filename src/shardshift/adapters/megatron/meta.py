@@ -12,6 +12,7 @@ Working the buckets out from a description was rejected: they depend on settings
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ class Stage:
         makes: the kinds of state that its optimizer makes at the first step.
         scalers: the kinds of part of it that have a grad scaler.
         schedules: whether ``wrap`` makes a scheduler.
+        groups: logical names of the parameters of each param group, whoever owns them.
     """
 
     chunks: tuple[torch.nn.Module, ...]
@@ -53,6 +55,7 @@ class Stage:
     makes: tuple[Kind, ...]
     scalers: frozenset[str]
     schedules: bool
+    groups: tuple[tuple[str, ...], ...]
 
 
 class MetaJobs:
@@ -65,6 +68,7 @@ class MetaJobs:
     def __init__(self, build_model: BuildModel, wrap: Wrap) -> None:
         self._build_model, self._wrap = build_model, wrap
         self._stages: dict[ParallelConfig, tuple[Stage, ...]] = {}
+        self._configs: dict[int, Any] = {}
 
     def stages(self, config: ParallelConfig) -> tuple[Stage, ...]:
         """The pipeline stages of a configuration.
@@ -95,14 +99,33 @@ class MetaJobs:
             for local in self.whole.locals
         }
 
+    def refuse_shared(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Refuse chunks that share a ``TransformerConfig`` with those of an earlier call of ``build_model``.
+
+        ``wrap`` writes functions of its job into it (``grad_scale_func``, ``no_sync_func``): those of an imagined job
+        would take their place in the running one.
+
+        Raises:
+            Mismatch: if they do.
+        """
+        configs = {id(each.config): each.config for each in chunks if hasattr(each, "config")}
+        if configs.keys() & self._configs.keys():
+            raise Mismatch(
+                "two calls of build_model gave models with one and the same TransformerConfig object, into which "
+                "Megatron and wrap write functions of their own job (grad_scale_func, no_sync_func); what to do: make "
+                "it anew in each call"
+            )
+
     def _stage(self, config: ParallelConfig, stage: int) -> Stage:
         layout = RankLayout(config, config.rank(pp=stage, tp=0))
         with virtual_rank(config, layout.rank):
             try:
                 with on_meta():
                     chunks = tuple(self._build_model(layout))
+                self.refuse_shared(chunks)
+                self._configs |= {id(each.config): each.config for each in chunks if hasattr(each, "config")}
                 declare_fused_halves(chunks)  # older releases do not
-                with on_meta(wrapping=True):
+                with on_meta(wrapping=True), _groups_as_made() as made:
                     wrapped, optimizer, scheduler = checked(self._wrap(chunks, layout))
             except ShardshiftError:
                 raise
@@ -126,7 +149,38 @@ class MetaJobs:
                 optim.makes(optimizer),
                 scaler.kinds(optimizer),
                 scheduler is not None,
+                tuple(_named_groups(inside, optimizer, made)),
             )
+
+
+@contextmanager
+def _groups_as_made() -> Iterator[list[list[torch.Tensor]]]:
+    """Note the param groups that distributed optimizers are given, before each rank cuts out what it owns."""
+    made: list[list[torch.Tensor]] = []
+    cut = DistributedOptimizer.__dict__["_build_optimizer_group_ranges"]
+
+    def noting(kind: Any, param_groups: Sequence[Mapping[str, Any]], *args: Any, **kwargs: Any) -> Any:
+        made.extend(list(group["params"]) for group in param_groups)
+        return cut.__func__(kind, param_groups, *args, **kwargs)
+
+    DistributedOptimizer._build_optimizer_group_ranges = classmethod(noting)
+    try:
+        yield made
+    finally:
+        DistributedOptimizer._build_optimizer_group_ranges = cut
+
+
+def _named_groups(
+    chunks: Sequence[torch.nn.Module], optimizer: Any, made: Sequence[Sequence[torch.Tensor]]
+) -> Iterator[tuple[str, ...]]:
+    names = {named.tensor: named.name for named in named_tensors(chunks)}
+    of_key = {holding.key: names[parameter] for parameter, holding in optim.holdings(optimizer).items()}
+    for part in optim.wrappers(optimizer):
+        if not isinstance(part, DistributedOptimizer):
+            for group in part.optimizer.param_groups:
+                yield tuple(of_key[key] for key in group["params"])
+    for group in made:
+        yield tuple(names[parameter] for parameter in group)
 
 
 def checked(wrapped: Any) -> Wrapped:

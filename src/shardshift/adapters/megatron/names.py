@@ -90,7 +90,9 @@ class Modules:
             if (match := _LAYER.match(local)) and hasattr(module, "layer_number"):
                 self._renamed[local] = str(int(module.layer_number) - 1)
             elif match := _EXPERT.match(local):
-                count = modules[match["stack"].rpartition(".")[0]].num_local_experts
+                count = getattr(modules[match["stack"].rpartition(".")[0]], "num_local_experts", None)
+                if count is None:
+                    continue  # a list of that name in a module of one's own
                 self._renamed[local] = str(ep_rank * count + int(match["local"]))
                 self._experts.add(local)
 

@@ -79,6 +79,8 @@ class JobRecord:
         microbatches: ``microbatches.capture``.
         rerun: ``rerun.capture``, packed.
         individual: random streams that an earlier change found to differ between ranks that could share them.
+        global_batch_size: samples of the next step, over all ranks.
+        micro_batch_size: samples per forward on one rank.
     """
 
     iteration: int
@@ -89,6 +91,8 @@ class JobRecord:
     microbatches: dict[str, Any] | None = None
     rerun: dict[str, Any] | None = None
     individual: tuple[str, ...] = ()
+    global_batch_size: int = 0
+    micro_batch_size: int = 0
 
     def __post_init__(self) -> None:
         for name, value in self.counters.items():

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -169,6 +170,7 @@ def on_meta(*, wrapping: bool = False) -> Iterator[None]:
     """
     real: dict[str, Any] = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
     empty = torch.empty
+    builder = threading.get_ident()  # other threads of the job (prefetching) go on as they were
     current_device, tensor_type, to_cuda = torch.cuda.current_device, torch.Tensor.type, torch.Tensor.cuda
 
     def without_data(collective: Any) -> Any:
@@ -183,13 +185,16 @@ def on_meta(*, wrapping: bool = False) -> Iterator[None]:
         return tensor_type(self, *args, **kwargs)
 
     def empty_on_meta(*args: Any, **kwargs: Any) -> Any:
-        return empty(*args, **kwargs | {"device": "meta"})
+        here = threading.get_ident() == builder
+        return empty(*args, **kwargs | {"device": "meta"} if here else kwargs)
 
     patched: Any = torch
     for name, collective in real.items():
         setattr(dist, name, without_data(collective))
     if wrapping:
-        patched.cuda.current_device = lambda: torch.device("meta")
+        patched.cuda.current_device = lambda: (
+            torch.device("meta") if threading.get_ident() == builder else current_device()
+        )
     else:  # a wrapper may send objects between ranks, in memory that is made empty
         patched.empty = empty_on_meta
     patched.Tensor.type = type_as_real
