@@ -31,7 +31,7 @@ LAYERS: Final = 12
 HEADS: Final = 24
 EXPERTS: Final = 8
 BATCH: Final = 24
-STEP_EVERY: Final = 4
+STEP_EVERY: Final = 10
 """Changes between two steps of training."""
 BOUNDS: Final = Path(__file__).with_name("walk_bounds.json")
 FIXED: Final = ("pp1tp1dp1", "pp2tp2dp2", "pp1tp4dp2", "pp4tp1dp1vpp3")
@@ -242,7 +242,7 @@ def measure(steps: int, *, experts: bool) -> dict[str, Any]:
         f"{one} and {other}": max(abs(runs[one][step] - runs[other][step]) for step in runs[one])
         for one, other in pairwise([*runs, next(iter(runs))])
     }
-    return {"losses": list(next(iter(runs.values())).values()), "apart": apart, "most": max(apart.values())}
+    return {"losses": [*next(iter(runs.values())).values()], "apart": apart, "most": max(apart.values())}
 
 
 def bounds() -> Mapping[str, Any]:
@@ -254,7 +254,7 @@ def bounds() -> Mapping[str, Any]:
 if __name__ == "__main__":
     from tests.megatron import walking  # functions that processes can find by name
 
-    STEPS = 30
+    STEPS = 12
     record = {name: walking.measure(STEPS, experts=name == "experts") for name in ("dense", "experts")}
     BOUNDS.write_text(json.dumps(record, indent=2) + "\n")
     print({name: found["apart"] for name, found in record.items()})

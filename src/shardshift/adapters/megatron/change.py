@@ -202,8 +202,7 @@ class MegatronChange:
         if differing := sorted({at[1] for at in built.keys() | declared.keys() if built.get(at) != declared.get(at)}):
             raise Mismatch(
                 f"rank {rank} ({layout.coordinate}) of {config}: build_model gives {', '.join(differing)} otherwise "
-                "than on the first rank of its stage; nothing was moved. What to do: let it build the same model on all of "
-                "them"
+                "than on the first rank of its stage; nothing was moved. What to do: build one model on all of them"
             )
 
     def _check_batch(self, job: JobRecord) -> None:
