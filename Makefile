@@ -4,7 +4,7 @@
 #   make demo ARGS="--quick"         the demo, with its options
 #   make test                        everything that CI checks
 #   make test ARGS="-k region"       the same with pytest options
-#   make test WORKERS=2              tests in parallel; serial otherwise: one test alone starts up to 8 processes
+#   make test WORKERS=0              tests one after the other; else two files at once, on two cores
 #   make check                       lint, types, imports: no tests
 #   make format                      mend what ruff can mend
 #   make clean                       remove caches and outputs; distclean: .venv too
@@ -19,7 +19,7 @@
 .PHONY: help setup demo test check lint types imports format clean distclean
 
 ARGS ?=
-WORKERS ?= 0
+WORKERS ?= 2
 TORCH_INDEX ?=
 
 VENV := .venv
@@ -73,7 +73,7 @@ demo: $(STAMP)
 	@$(BIN)/shardshift demo $(ARGS)
 
 test: check $(OLDER)
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: lint types imports
 

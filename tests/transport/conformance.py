@@ -263,6 +263,28 @@ def parts_of_any_cut_make_up_one_message(end: End) -> None:
         end.exchange([], [Message(IDS[0], ()), Message(IDS[0], (into[:0],) * 100)])
 
 
+def messages_that_nobody_takes_yet_do_not_hold_up_another(end: End) -> None:
+    """Views of short runs, which may be packed on their way: many for a device that waits for the one behind them."""
+    views = [pattern(seed, 1 << 20).view(-1, 64)[:, ::2] for seed in range(24)]
+    size = views[0].numel()
+    if end.device == IDS[0]:
+        held = [end.transport.post([Message(IDS[1], (view,))], []) for view in views]
+        end.exchange([Message(IDS[2], (views[3],))], [])
+        for pending in held:
+            pending.complete(LONG_S)
+    elif end.device == IDS[2]:
+        received = room(size)
+        end.exchange([], [Message.flat(IDS[0], received)])
+        assert torch.equal(received, views[3].reshape(-1))
+        end.exchange([Message.flat(IDS[1], received[:1].clone())], [])
+    else:
+        end.exchange([], [Message.flat(IDS[2], room(1))])
+        for view in views:
+            received = room(size)
+            end.exchange([], [Message.flat(IDS[0], received)])
+            assert torch.equal(received, view.reshape(-1))
+
+
 def parts_of_middling_runs_land_in_runs_of_others(end: End) -> None:
     """Rows shorter and longer than what either end copies in one piece, more of them than one call takes."""
     for width_out, width_in in ((64, 8192), (512, 300), (3000, 64), (1500, 1500), (8192, 256), (20_000, 9000)):
@@ -385,6 +407,7 @@ VIEWS: Final[dict[str, Callable[[End], None]]] = {
     scenario.__name__: scenario
     for scenario in (
         parts_of_any_cut_make_up_one_message,
+        messages_that_nobody_takes_yet_do_not_hold_up_another,
         parts_of_middling_runs_land_in_runs_of_others,
         thousands_of_small_parts_make_up_one_message,
         parameters_and_scalars_are_parts_like_others,

@@ -17,7 +17,7 @@ def rows_of(width: int, rows: int, gap: int) -> torch.Tensor:
 
 
 def what_the_peer_reads(offer: Offer) -> bytes:
-    bounce = Bounces().take()
+    bounce = Bounces().take(only=False)
     table = prepared(offer, bounce)
     if table is None:
         assert isinstance(offer, Say)
@@ -58,9 +58,10 @@ def test_a_message_of_no_bytes_is_one_offer_whatever_its_parts() -> None:
 
 def test_there_are_few_bounce_buffers_and_those_given_back_are_used_again() -> None:
     bounces, taken = Bounces(), list[torch.Tensor]()
-    while (bounce := bounces.take()) is not None:
+    while (bounce := bounces.take(only=False)) is not None:
         taken.append(bounce)
     assert sum(bounce.nbytes for bounce in taken) == 4 << 20
     bounces.give(taken[0])
-    assert bounces.take() is taken[0]
-    assert bounces.take() is None
+    assert bounces.take(only=False) is taken[0]
+    assert bounces.take(only=False) is None
+    assert bounces.take(only=True) is not None, "a wire that has none gets one"

@@ -59,22 +59,27 @@ Offer: TypeAlias = Read | Pack | Say
 
 
 class Bounces:
-    """The bounce buffers of a transport, 4 MiB in all, made when they are needed first."""
+    """The bounce buffers of a transport: 4 MiB for all wires, made when they are needed, and one more for a wire with none.
+
+    Without that one more, wires whose receivers are not there yet could hold all of them while they wait, round about,
+    for a message that needs one: none would ever be free again.
+    """
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
         self._left = _BOUNCES
 
-    def take(self) -> torch.Tensor | None:
-        """A buffer, if one is free."""
-        if not self._free and self._left:
-            self._left -= 1
-            self._free.append(torch.empty(_BOUNCE_BYTES, dtype=torch.uint8))
+    def take(self, *, only: bool) -> torch.Tensor | None:
+        """A buffer, if one is free, or if it is the only one of its wire."""
+        if not self._free and (self._left or only):
+            self._left -= bool(self._left)
+            return torch.empty(_BOUNCE_BYTES, dtype=torch.uint8)
         return self._free.pop() if self._free else None
 
     def give(self, bounce: torch.Tensor) -> None:
-        """A buffer is free again."""
-        self._free.append(bounce)
+        """A buffer is free again; those beyond 4 MiB go."""
+        if len(self._free) < _BOUNCES:
+            self._free.append(bounce)
 
 
 def offers_of(message: Message, nbytes: int) -> Iterator[Offer]:

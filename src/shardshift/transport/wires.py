@@ -206,7 +206,7 @@ class Wire:
             self._out.popleft()
         while self._given and len(self._open) < WINDOW and not self._out:
             if not self._offer(self._given[0]):
-                break  # another wire has all bounce buffers
+                break  # other wires have all bounce buffers, and this one has some
             if self._given[0].ahead is None:
                 self._given.popleft()
         if self._inbox and self._asked:
@@ -242,8 +242,10 @@ class Wire:
         """Offer what is ahead of a message; whether there was room for it."""
         offer, bounce = departure.ahead, None
         assert offer is not None
-        if isinstance(offer, Pack) and (bounce := self._bounces.take()) is None:
-            return False
+        if isinstance(offer, Pack):
+            bounce = self._bounces.take(only=all(held is None for _, held in self._open))
+            if bounce is None:
+                return False
         rows = prepared(offer, bounce)
         if rows is None:
             assert isinstance(offer, Say)
