@@ -59,7 +59,7 @@ Offer: TypeAlias = Read | Pack | Say
 
 
 class Bounces:
-    """The bounce buffers of a transport: 4 MiB for all wires, made when they are needed, and one more for a wire with none.
+    """Bounce buffers: 4 MiB for all wires of a transport, made when they are needed, and one more for a wire with none.
 
     Without that one more, wires whose receivers are not there yet could hold all of them while they wait, round about,
     for a message that needs one: none would ever be free again.
