@@ -2,8 +2,8 @@
 
 The bound on losses is measured before any walk, on jobs that never change: ``python -m tests.megatron.walking`` trains
 the same model in fixed layouts and writes how far their losses lie apart to ``walk_bounds.json``. Layouts add floating
-point numbers in different orders; a walk through many of them may stray as far as two of them do. With ``--walk`` it goes
-the two walks whole, a hundred changes each.
+point numbers in different orders; a walk through many of them may stray as far as two of them do. With
+``--walk`` it goes the two walks whole, a hundred changes each.
 """
 
 from __future__ import annotations
@@ -266,10 +266,8 @@ if __name__ == "__main__":
             walk = walking.Walk.random(100, seed=20 + (name == "experts"), experts=name == "experts")
             losses, exact = walking.follow(walk)
             apart = max(abs(loss - bound["losses"][step - 1]) for step, loss in losses.items())
-            print(
-                f"{name}: {exact} of 100 changes exact, losses within {apart:.2g} (bound {bound['most']:.2g})",
-                flush=True,
-            )
+            said = f"losses within {apart:.2g} (bound {bound['most']:.2g})"
+            print(f"{name}: {exact} of 100 changes exact, {said}", flush=True)
         sys.exit()
     record = {name: walking.measure(STEPS, experts=name == "experts") for name in ("dense", "experts")}
     BOUNDS.write_text(json.dumps(record, indent=2) + "\n")
