@@ -22,7 +22,6 @@ from shardshift import Mismatch
 from shardshift.adapters.megatron import Adapter, Job, RankLayout
 from shardshift.adapters.megatron.job import unwrapped
 from shardshift.demo import held, oracle
-from shardshift.demo.model import Recipe
 from shardshift.demo.text import Corpus
 
 # isort: split
@@ -32,18 +31,6 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 
 Chunks = Sequence[torch.nn.Module]
 ZERO1: dict[str, Any] = {"distributed": True, "overlap": True, "bucket_size": 500}
-
-
-def adapter_of(recipe: Any, corpus: Corpus, build: Any = jobs.build_model, wrap: Any = jobs.wrap) -> Adapter:
-    return Adapter(
-        build_model=lambda layout: build(recipe, layout),
-        wrap=lambda chunks, layout: wrap(recipe, chunks, layout),
-        data=lambda layout, position: jobs.micro_batches(corpus, layout, position),
-        global_batch_size=recipe.global_batch_size,
-        micro_batch_size=recipe.micro_batch_size,
-        vocab_size=recipe.shape.vocab_size,
-        seed=recipe.seed,
-    )
 
 
 def hardly_numbers(job: Job) -> None:
@@ -82,8 +69,8 @@ def build_frozen_stage(recipe: Training, layout: RankLayout) -> Chunks:
     return chunks
 
 
-def frozen_stage(recipe: Recipe, corpus: Corpus) -> Adapter:
-    return adapter_of(recipe, corpus, build=build_frozen_stage)
+def frozen_stage(recipe: Any, corpus: Corpus) -> Adapter:
+    return jobs.make_adapter(recipe, corpus, build=build_frozen_stage)
 
 
 def build_two_dtypes(recipe: Training, layout: RankLayout) -> Chunks:
@@ -100,8 +87,8 @@ def wrap_as_built(recipe: Training, chunks: Chunks, layout: RankLayout) -> Any:
         return jobs.wrap(recipe, chunks, layout)
 
 
-def two_dtypes(recipe: Recipe, corpus: Corpus) -> Adapter:
-    return adapter_of(recipe, corpus, build_two_dtypes, wrap_as_built)
+def two_dtypes(recipe: Any, corpus: Corpus) -> Adapter:
+    return jobs.make_adapter(recipe, corpus, build_two_dtypes, wrap_as_built)
 
 
 def wrap_by_parameter(recipe: Training, chunks: Chunks, layout: RankLayout) -> Any:
@@ -117,8 +104,8 @@ def wrap_by_parameter(recipe: Training, chunks: Chunks, layout: RankLayout) -> A
         return jobs.wrap(recipe, chunks, layout)
 
 
-def groups_by_parameter(recipe: Recipe, corpus: Corpus) -> Adapter:
-    return adapter_of(recipe, corpus, wrap=wrap_by_parameter)
+def groups_by_parameter(recipe: Any, corpus: Corpus) -> Adapter:
+    return jobs.make_adapter(recipe, corpus, wrapping=wrap_by_parameter)
 
 
 EXPERTS: dict[str, Any] = {"experts": 4, "biases": False, "swiglu": True, "ffn": 8}
@@ -155,8 +142,8 @@ def build_with_a_buffer(recipe: Training, layout: RankLayout) -> Chunks:
     return chunks
 
 
-def with_a_buffer(recipe: Recipe, corpus: Corpus) -> Adapter:
-    return adapter_of(recipe, corpus, build=build_with_a_buffer)
+def with_a_buffer(recipe: Any, corpus: Corpus) -> Adapter:
+    return jobs.make_adapter(recipe, corpus, build=build_with_a_buffer)
 
 
 def an_average_of_each_replica(job: Job) -> None:

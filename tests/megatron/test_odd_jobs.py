@@ -25,18 +25,6 @@ Chunks = list[torch.nn.Module]
 Build = Callable[[Training, RankLayout], Chunks]
 
 
-def adapter_of(recipe: Training, corpus: Corpus, build: Build = jobs.build_model, wrap: Any = jobs.wrap) -> Adapter:
-    return Adapter(
-        build_model=lambda layout: build(recipe, layout),
-        wrap=lambda chunks, layout: wrap(recipe, chunks, layout),
-        data=lambda layout, position: jobs.micro_batches(corpus, layout, position),
-        global_batch_size=recipe.global_batch_size,
-        micro_batch_size=recipe.micro_batch_size,
-        vocab_size=recipe.shape.vocab_size,
-        seed=recipe.seed,
-    )
-
-
 def with_fp32_norms(recipe: Training, chunks: Sequence[Any], layout: RankLayout) -> Any:
     """Norms are brought back to fp32 after all was cast to bf16."""
     module_of_jobs: Any = jobs
@@ -54,7 +42,7 @@ def with_fp32_norms(recipe: Training, chunks: Sequence[Any], layout: RankLayout)
 
 
 def fp32_norms(recipe: Any, corpus: Corpus) -> Adapter:
-    return adapter_of(recipe, corpus, wrap=with_fp32_norms)
+    return jobs.make_adapter(recipe, corpus, wrapping=with_fp32_norms)
 
 
 def give_norms_values_that_bf16_has_not(job: Job) -> None:
@@ -86,7 +74,7 @@ def build_with_one_buffer_in_two_modules(recipe: Training, layout: RankLayout) -
 
 
 def one_buffer_in_two_modules(recipe: Any, corpus: Corpus) -> Adapter:
-    return adapter_of(recipe, corpus, build=build_with_one_buffer_in_two_modules)
+    return jobs.make_adapter(recipe, corpus, build=build_with_one_buffer_in_two_modules)
 
 
 def set_and_change(send: Send, scenario: Scenario) -> None:
@@ -153,7 +141,7 @@ def test_a_config_that_calls_of_build_model_share_is_refused_at_the_start() -> N
             chunk.config = config
         return chunks
 
-    adapter = adapter_of(recipe, Corpus(b"text" * 50, 8, 1), build=build)
+    adapter = jobs.make_adapter(recipe, Corpus(b"text" * 50, 8, 1), build=build)
     adapter.check(ParallelConfig())
     with pytest.raises(Mismatch, match="one and the same TransformerConfig object"):
         adapter.check(ParallelConfig.parse("dp2"))

@@ -131,11 +131,11 @@ def training(steps: int, **settings: Any) -> Training:
     )
 
 
-def make_adapter(recipe: Training, corpus: Corpus) -> Adapter:
-    """An adapter for such a job."""
+def make_adapter(recipe: Training, corpus: Corpus, build: Any = None, wrapping: Any = None) -> Adapter:
+    """An adapter for such a job, or for one that is built or wrapped otherwise."""
     return Adapter(
-        build_model=lambda layout: build_model(recipe, layout),
-        wrap=lambda chunks, layout: wrap(recipe, chunks, layout),
+        build_model=lambda layout: (build or build_model)(recipe, layout),
+        wrap=lambda chunks, layout: (wrapping or wrap)(recipe, chunks, layout),
         data=lambda layout, position: micro_batches(corpus, layout, position),
         global_batch_size=recipe.global_batch_size,
         micro_batch_size=recipe.micro_batch_size,
