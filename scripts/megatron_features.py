@@ -179,7 +179,8 @@ def _stray_tensor(job: Any) -> None:
 def _ramp_up(job: Any) -> None:
     calculator.destroy_num_microbatches_calculator()
     at = job.position
-    calculator.init_num_microbatches_calculator(1, [4, 4, 64], at.global_batch_size, at.micro_batch_size, job.config.dp)
+    now = at.global_batch_size  # to twice of it in one go, in a while
+    calculator.init_num_microbatches_calculator(1, [now, now, 64], 2 * now, at.micro_batch_size, job.config.dp)
 
 
 def _te_layers(recipe: t.Training, layout: RankLayout) -> list[torch.nn.Module]:
