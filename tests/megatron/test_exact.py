@@ -34,13 +34,6 @@ def end_at_a_higher_rate(job: Job) -> None:
 
 SCENARIOS = {
     "tied embeddings": Scenario(small(6), "pp1tp2dp2", {2: "pp2tp2dp2", 4: "pp4tp1dp2"}),
-    "untied embeddings": Scenario(small(6, tied=False), "pp2tp1dp2", {2: "pp1tp2dp2", 4: "pp2tp4dp1"}),
-    "SwiGLU's fused gate and up, cut by tensor ranks": Scenario(
-        small(6, layers=2, swiglu=True, tied=False), "pp2tp1dp1", {2: "pp1tp4dp2", 4: "pp1tp2dp1"}
-    ),
-    "grouped query attention": Scenario(
-        small(6, layers=2, query_groups=2, swiglu=True), "pp1tp2dp1", {2: "pp2tp1dp2", 4: "pp2tp2dp1"}
-    ),
     "dropout": Scenario(small(6, dropout=0.1), "pp1tp2dp1", {2: "pp2tp1dp2", 4: "pp1tp4dp1"}),
     "no moments before the first step": Scenario(small(4, layers=2), "pp2tp1dp1", {0: "pp1tp2dp2", 2: "pp2tp2dp1"}),
     "frozen parameters": Scenario(

@@ -35,6 +35,8 @@ EXPERTS: Final = 8
 BATCH: Final = 24
 STEP_EVERY: Final = 10
 """Changes between two steps of training."""
+STEPS: Final = 12
+"""Steps of training that there are losses of."""
 BOUNDS: Final = Path(__file__).with_name("walk_bounds.json")
 FIXED: Final = ("pp1tp1dp1", "pp2tp2dp2", "pp1tp4dp2", "pp4tp1dp1vpp3")
 FIXED_EXPERTS: Final = ("pp1tp1dp1", "pp1tp2dp2ep2", "pp2tp1dp4ep4", "pp1tp2dp4ep4etp1")
@@ -71,14 +73,14 @@ def stages_of(pp: int, vpp: int) -> str:
     return "|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"] if count > 1 else ["E" + stages[0] + "L"])
 
 
-def job_of(steps: int, *, experts: bool, distributed: Sequence[str] = ()) -> Training:
-    """The training job of a walk."""
+def job_of(*, experts: bool, distributed: Sequence[str] = ()) -> Training:
+    """The training job of walks and of fixed runs: the schedule of the learning rate is made for ``STEPS``."""
     uneven = [(pp, vpp) for pp in range(2, DEVICES + 1) for vpp in (1, 2, 3) if LAYERS % (pp * vpp)]
     moe: dict[str, Any] = (
         {"experts": EXPERTS, "ffn": 24, "expert_bias": True, "rms_norm": True, "biases": False} if experts else {}
     )
     return training(
-        steps,
+        STEPS,
         layers=LAYERS,
         heads=HEADS,
         hidden=48,
@@ -128,7 +130,7 @@ class Walk:
     @property
     def scenario(self) -> Scenario:
         """As a scenario of the harness, for its adapter; its changes come from ``Steps``."""
-        job = job_of(self.steps, experts=self.experts, distributed=self.distributed)
+        job = job_of(experts=self.experts, distributed=self.distributed)
         return Scenario(job, self.path[0], {0: "dp8"})
 
 
@@ -240,9 +242,9 @@ def fixed_losses(recipe: Training, config: str) -> dict[int, float]:
     return dict(message for _, message in run_processes(devices, train_fixed, recipe, config))
 
 
-def measure(steps: int, *, experts: bool) -> dict[str, Any]:
+def measure(*, experts: bool) -> dict[str, Any]:
     """How far fixed runs lie apart."""
-    recipe = job_of(steps, experts=experts)
+    recipe = job_of(experts=experts)
     runs = {config: fixed_losses(recipe, config) for config in (FIXED_EXPERTS if experts else FIXED)}
     apart = {
         f"{one} and {other}": max(abs(runs[one][step] - runs[other][step]) for step in runs[one])
@@ -260,7 +262,6 @@ def bounds() -> Mapping[str, Any]:
 if __name__ == "__main__":
     from tests.megatron import walking  # functions that processes can find by name
 
-    STEPS = 12
     if "--walk" in sys.argv:
         for name, bound in walking.bounds().items():
             walk = walking.Walk.random(100, seed=20 + (name == "experts"), experts=name == "experts")
@@ -269,6 +270,6 @@ if __name__ == "__main__":
             said = f"losses within {apart:.2g} (bound {bound['most']:.2g})"
             print(f"{name}: {exact} of 100 changes exact, {said}", flush=True)
         sys.exit()
-    record = {name: walking.measure(STEPS, experts=name == "experts") for name in ("dense", "experts")}
+    record = {name: walking.measure(experts=name == "experts") for name in ("dense", "experts")}
     BOUNDS.write_text(json.dumps(record, indent=2) + "\n")
     print({name: found["apart"] for name, found in record.items()})
