@@ -34,8 +34,6 @@ def end_at_a_higher_rate(job: Job) -> None:
 
 SCENARIOS = {
     "tied embeddings": Scenario(small(6), "pp1tp2dp2", {2: "pp2tp2dp2", 4: "pp4tp1dp2"}),
-    "dropout": Scenario(small(6, dropout=0.1), "pp1tp2dp1", {2: "pp2tp1dp2", 4: "pp1tp4dp1"}),
-    "no moments before the first step": Scenario(small(4, layers=2), "pp2tp1dp1", {0: "pp1tp2dp2", 2: "pp2tp2dp1"}),
     "frozen parameters": Scenario(
         small(6, tied=False), "pp2tp2dp1", {2: "pp4tp1dp1", 4: "pp1tp2dp2"}, adapter=models.frozen_embedding_and_norms
     ),

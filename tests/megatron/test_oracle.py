@@ -54,18 +54,11 @@ JOBS = {
         "pp1tp2dp4",
         ["pp2tp2dp2"],
     ),
-    "ZeRO-1 with experts": (
-        training(4, precision="bf16", **EXPERTS, **ZERO1),
-        "pp1tp1dp4ep2",
-        ["pp2tp1dp2ep2"],
-    ),
     "ZeRO-1 on one side": (
         training(4, precision="bf16", distributed=("pp1tp1dp4",)),
         "pp1tp1dp4",
         ["pp2tp1dp2"],
     ),
-    "fp16 with a scale that moves": (training(4, precision="fp16", loss_scale=2.0**18), "pp1tp2dp1", ["pp2tp1dp1"]),
-    "SGD with momentum": (training(4, optimizer="sgd", learning_rate=0.5), "pp2tp1dp2", ["pp1tp2dp1"]),
     "context parallel": (training(4, precision="bf16", **ZERO1), "pp1tp1dp2cp2", ["pp1tp2dp1cp2"]),
     "latent attention, prediction of another token": (
         training(4, latent=True, qk_norm=True, mtp=1, biases=False),

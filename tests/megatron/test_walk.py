@@ -6,7 +6,7 @@
 import pytest
 from tests.megatron.walking import Walk, bounds, configurations, follow
 
-CHANGES = 12
+CHANGES = 10
 
 
 @pytest.mark.timeout(300)
