@@ -14,7 +14,7 @@ Our side writes into memory of its own and is compared with the new model that t
 
 from __future__ import annotations
 
-from shardshift.adapters.megatron import RankLayout
+from shardshift.adapters.megatron import RankLayout, world
 
 # The line above puts the CPU stand-ins in place, which must be there before anything of megatron is imported.
 # isort: split
@@ -23,13 +23,12 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from _processes import TIMEOUT_S, Rank
 from engine import Engine
-from megatron.core import parallel_state
 from megatron.core.resharding import build_centralized_reshard_plan, execute_reshard_plan
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -48,9 +47,6 @@ from shardshift.values import Kind, ParallelConfig, PlacedLayout, Shard
 
 Chunks = Sequence[torch.nn.Module]
 Build = Callable[[RankLayout], Chunks]
-_NO_WORLD: Final = {
-    name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name[1:2].isupper()
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,16 +214,8 @@ def grids_of(change: Change) -> tuple[Grid, Grid]:
 
 def _built(change: Change, config: ParallelConfig, rank: int) -> Chunks:
     """The model in a layout, which stays ``parallel_state``'s until the next is built."""
-    for name, value in _NO_WORLD.items():  # destroy_model_parallel leaves some
-        setattr(parallel_state, name, value)
-    parallel_state.initialize_model_parallel(
-        config.tp,
-        config.pp,
-        config.vpp if config.vpp > 1 else None,
-        expert_model_parallel_size=config.ep,
-        expert_tensor_parallel_size=config.expert_tp,
-        create_gloo_process_groups=False,
-    )
+    world.forget()
+    world.initialize(config, TIMEOUT_S, gloo=False)
     model_parallel_cuda_manual_seed(1)
     return list(change.chunks(RankLayout(config, rank)))
 

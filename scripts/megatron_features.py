@@ -42,7 +42,6 @@ from tests.megatron.layers import SplitNorm  # noqa: E402
 
 from shardshift import Member, ParallelConfig, PeerLost, ShardshiftError  # noqa: E402
 from shardshift.adapters.megatron import Job, RankLayout, world  # noqa: E402
-from shardshift.demo.text import Corpus  # noqa: E402
 
 # isort: split
 
@@ -388,9 +387,7 @@ def _plain(feature: Feature) -> tuple[str, str]:
         stage, text = "build", ""
         try:
             store = dist.PrefixStore("plain", member.store)
-            text_of = bytes(index % 50 for index in range(4000))
-            corpus = Corpus(text_of, feature.recipe.shape.sequence_length, feature.recipe.seed)
-            job = t.start_plain(feature.recipe, corpus, store, config, member.device)
+            job = t.start_plain(feature.recipe, store, config, member.device)
             stage = "train"
             t.train_step(job)
             job.optimizer.step()

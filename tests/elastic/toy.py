@@ -197,6 +197,9 @@ class ToyChange:
     prev: Layout
     curr: Layout
 
+    def check(self, rank: int) -> None:
+        pass
+
     def shards(self, job: ToyJob) -> dict[Shard, torch.Tensor]:
         if any((fault.device, fault.where) == (self.adapter.device, "shards") for fault in self.adapter.faults):
             raise Mismatch(f"rank {job.rank} holds something else; ordered by the test")

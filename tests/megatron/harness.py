@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import linear_sum_assignment
 from tests.megatron.counting import lacking, masks
-from tests.megatron.training import Training, optimizer_step, train_step, training
+from tests.megatron.training import Training, corpus_of, optimizer_step, train_step, training
 from tests.megatron.training import make_adapter as make_training_adapter
 
 from shardshift import Member, ParallelConfig, ResizeReport, Script, Session, session
@@ -83,9 +83,7 @@ class Scenario:
 
     def make(self) -> Adapter:
         """The adapter, on random text in the model's vocabulary."""
-        shape = self.recipe.shape
-        text = np.random.default_rng(7).integers(0, min(shape.vocab_size, 256), 4000, dtype=np.uint8).tobytes()
-        return self.adapter(self.recipe, Corpus(text, shape.sequence_length, self.recipe.seed))
+        return self.adapter(self.recipe, corpus_of(self.recipe))
 
 
 def small(steps: int, *, batch: int = 8, micro: int = 1, **shape: Any) -> Recipe:

@@ -22,7 +22,6 @@ from shardshift.adapters.megatron.claims import Fate
 from shardshift.adapters.megatron.features import features, refuse
 from shardshift.adapters.megatron.job import unwrapped
 from shardshift.adapters.reach import reach
-from shardshift.demo.text import Corpus
 
 # isort: split
 
@@ -42,10 +41,9 @@ JOBS: dict[str, Training] = {
 
 
 def start(name: str, recipe: Training, config: str) -> PlainJob:
-    text = np.random.default_rng(7).integers(0, 64, 4000, dtype=np.uint8).tobytes()
     member = Member.from_launcher(timeout_s=TIMEOUT_S)
-    corpus, store = Corpus(text, recipe.shape.sequence_length, recipe.seed), dist.PrefixStore(name, member.store)
-    job = t.start_plain(recipe, corpus, store, ParallelConfig.parse(config), member.device)
+    store = dist.PrefixStore(name, member.store)
+    job = t.start_plain(recipe, store, ParallelConfig.parse(config), member.device)
     for _ in range(recipe.steps):
         t.train_step(job)
         t.optimizer_step(job)

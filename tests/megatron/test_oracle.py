@@ -8,7 +8,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from tests.megatron.training import (
 from shardshift import Member, ParallelConfig
 from shardshift.demo import oracle
 from shardshift.demo.model import set_initial_weights
-from shardshift.demo.text import Corpus
 
 EXPERTS = {"experts": 4, "biases": False, "swiglu": True, "ffn": 8}
 
@@ -78,14 +76,12 @@ def save_and_load(send: Send, recipe: Training, start: str, others: list[str], f
     torch.set_num_threads(1)
     logging.getLogger("megatron").setLevel(logging.ERROR)  # the CPU's random stream stands in for the GPU's
     member = Member.from_launcher(timeout_s=TIMEOUT_S)
-    text = np.random.default_rng(7).integers(0, 50, 4000, dtype=np.uint8).tobytes()
-    corpus = Corpus(text, recipe.shape.sequence_length, recipe.seed)
 
     def begin(name: str, config: str, consumed: int = 0) -> Any:
         parsed = ParallelConfig.parse(config)
         if member.device >= parsed.world_size:
             return None
-        return start_plain(recipe, corpus, dist.PrefixStore(name, member.store), parsed, member.device, consumed)
+        return start_plain(recipe, dist.PrefixStore(name, member.store), parsed, member.device, consumed)
 
     def steps(run: str, job: Any, until: int) -> None:
         while job.iteration < until:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from tests.megatron.training import PlainJob, Training, training
 from shardshift import Member, Mismatch, ParallelConfig
 from shardshift.adapters.megatron.quiesce import close_data, gradient_versions, masters, quiesce
 from shardshift.demo.oracle import same_bits
-from shardshift.demo.text import Corpus
 
 # isort: split
 
@@ -48,13 +46,11 @@ def sync_from_schedule(job: PlainJob) -> None:
 
 
 def start(name: str, recipe: Training, config: str, *, with_step: bool = False) -> PlainJob:
-    text = np.random.default_rng(7).integers(0, 64, 4000, dtype=np.uint8).tobytes()
     member = Member.from_launcher(timeout_s=TIMEOUT_S)
     settings = partial(OptimizerConfig, overlap_param_gather_with_optimizer_step=with_step)
-    corpus = Corpus(text, recipe.shape.sequence_length, recipe.seed)
     with patch.object(t, "OptimizerConfig", settings):
         store = dist.PrefixStore(name, member.store)
-        return t.start_plain(recipe, corpus, store, ParallelConfig.parse(config), member.device)
+        return t.start_plain(recipe, store, ParallelConfig.parse(config), member.device)
 
 
 class Noted:

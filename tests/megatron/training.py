@@ -144,6 +144,13 @@ def make_adapter(recipe: Training, corpus: Corpus, build: Any = None, wrapping: 
     )
 
 
+def corpus_of(recipe: Recipe) -> Corpus:
+    """Random text in the model's vocabulary, always the same."""
+    shape = recipe.shape
+    text = np.random.default_rng(7).integers(0, min(shape.vocab_size, 256), 4000, dtype=np.uint8).tobytes()
+    return Corpus(text, shape.sequence_length, recipe.seed)
+
+
 def micro_batches(corpus: Corpus, layout: RankLayout, position: DataPosition) -> Any:
     """An iterator for each model chunk where there are several, as Megatron's interleaved schedule wants them."""
     if layout.config.vpp == 1:
@@ -329,7 +336,7 @@ class PlainJob:
 
 
 def start_plain(
-    recipe: Training, corpus: Corpus, store: dist.Store, config: ParallelConfig, rank: int, consumed_samples: int = 0
+    recipe: Training, store: dist.Store, config: ParallelConfig, rank: int, consumed_samples: int = 0
 ) -> PlainJob:
     """Start a job as Megatron's own training does (``initialize.py``), without anything of shardshift's adapter."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=config.world_size, timeout=timedelta(seconds=30))
@@ -352,7 +359,8 @@ def start_plain(
     model, optimizer, scheduler = wrap(recipe, build_model(recipe, layout), layout)
     many = recipe.global_batch_size // (recipe.micro_batch_size * config.dp)
     position = DataPosition(consumed_samples, recipe.global_batch_size, recipe.micro_batch_size, many)
-    return PlainJob(model, optimizer, scheduler, micro_batches(corpus, layout, position), layout, 0, position)
+    data = micro_batches(corpus_of(recipe), layout, position)
+    return PlainJob(model, optimizer, scheduler, data, layout, 0, position)
 
 
 def leave_plain() -> None:

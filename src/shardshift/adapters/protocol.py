@@ -87,6 +87,13 @@ class Change(Protocol[J]):
     def curr(self) -> Layout:
         """Layout of every virtual rank after."""
 
+    def check(self, rank: int) -> None:
+        """Look whether a rank of ``curr`` can be built as the layout says. Called when plans are made.
+
+        Raises:
+            Mismatch: if not.
+        """
+
     def shards(self, job: J) -> dict[Shard, torch.Tensor]:
         """This rank's live tensors by shard of ``prev``, as views without padding.
 

@@ -283,7 +283,7 @@ class Session(Generic[J]):
         assert not isinstance(derived, Exception)  # agree has raised it
         assert self._transport is not None
         with self._timed(phases, "move", derived.program.work_bytes), self._alone():
-            tensors = transition.move(job, derived, self._transport)
+            tensors = transition.move(derived, self._transport)
         with self._timed(phases, "commit"), self._alone():
             transition.commit(proposal)
         with self._timed(phases, "rebuild"), self._alone():

@@ -95,6 +95,7 @@ class Transition(Generic[J]):
         self._control = control
         self._topology = topology
         self._settings = settings
+        self._held: dict[Shard, torch.Tensor] = {}
 
     def key(self, topic: str) -> str:
         """The store's key of one of this attempt's records."""
@@ -209,7 +210,7 @@ class Transition(Generic[J]):
         assert not isinstance(derived, Exception)  # it was told as a refusal
         if suspects := differing({device: record["copies"] for device, record in records.items()}):
             copies = Copies(derived.plan, self._control.device)
-            mine = copies.details({} if job is None else derived.change.shards(job), suspects)
+            mine = copies.details(self._held, suspects)
             details = self._gather("copies", proposal, to_record(**mine))
             self._control.publish(self.key("refused"), b"")
             refuse_differing(details)
@@ -225,9 +226,10 @@ class Transition(Generic[J]):
         self._gather("accept", proposal, answer)
         return accepted
 
-    def move(self, job: J | None, derived: Derived[J], transport: Transport) -> dict[Shard, torch.Tensor]:
+    def move(self, derived: Derived[J], transport: Transport) -> dict[Shard, torch.Tensor]:
         """Run this device's program; its tensors in the new layout."""
         change, rank = derived.change, derived.plan.curr.rank_of(self._control.device)
+        held, self._held = self._held, {}  # nothing here may keep old tensors while the new job is put together
 
         def allocate(shard: Shard) -> torch.Tensor:
             assert rank is not None  # a device that leaves has nothing to allocate
@@ -235,7 +237,7 @@ class Transition(Generic[J]):
             return change.allocate(rank, shard) if made is None else made
 
         return run_program(
-            Journal(derived.program, {} if job is None else dict(change.shards(job))),
+            Journal(derived.program, held),
             transport,
             staging_bytes=self._settings.staging_bytes,
             allocate=allocate,
@@ -279,7 +281,8 @@ class Transition(Generic[J]):
             copies: dict[str, int] = {}
             if job is not None:
                 self._check_position(job, proposal)
-                copies = Copies(derived.plan, self._control.device).digests(derived.change.shards(job))
+                self._held = dict(derived.change.shards(job))
+                copies = Copies(derived.plan, self._control.device).digests(self._held)
                 records = self._adapter.companions(job)
             for name, content in records.items():
                 self._control.publish(self._companion(name), content)
@@ -299,6 +302,9 @@ class Transition(Generic[J]):
         return self.key(f"companion/{name}")
 
     def _derived(self, plan: Plan, change: Change[J]) -> Derived[J]:
+        rank = plan.curr.rank_of(self._control.device)
+        if rank is not None:
+            change.check(rank)
         return Derived(plan, change, compile_program(plan, self._control.device, self._settings.staging_bytes))
 
     def _plan(

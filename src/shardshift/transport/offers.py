@@ -71,10 +71,12 @@ class Bounces:
 
     def take(self, *, only: bool) -> torch.Tensor | None:
         """A buffer, if one is free, or if it is the only one of its wire."""
-        if not self._free and (self._left or only):
-            self._left -= bool(self._left)
-            return torch.empty(_BOUNCE_BYTES, dtype=torch.uint8)
-        return self._free.pop() if self._free else None
+        if self._free:
+            return self._free.pop()
+        if not (self._left or only):
+            return None
+        self._left = max(self._left - 1, 0)
+        return torch.empty(_BOUNCE_BYTES, dtype=torch.uint8)
 
     def give(self, bounce: torch.Tensor) -> None:
         """A buffer is free again; those beyond 4 MiB go."""

@@ -39,7 +39,7 @@ from ...values import Unaccounted
 from ..reach import Found, Reached, reach
 from . import extras, hooks
 from .claims import CLAIMED, Claims, Fate, joined, nbytes, place
-from .job import unwrapped
+from .job import gradient_buffers, unwrapped
 
 
 class Holds(Protocol):
@@ -246,13 +246,11 @@ def _leftover(found: Found) -> tuple[Fate, str] | None:
 
 def _buffers(model: Sequence[torch.nn.Module]) -> Iterator[tuple[Fate, str, torch.Tensor]]:
     """What ``DistributedDataParallel`` allocates for itself (``param_and_grad_buffer.py``)."""
-    for chunk in model:
-        for name in ("buffers", "expert_parallel_buffers"):  # a bare module has a method of that name
-            for buffer in vars(chunk).get(name, ()):
-                for attribute in ("grad_data", "param_data", "shared_buffer"):
-                    tensor = getattr(buffer, attribute, None)
-                    if isinstance(tensor, torch.Tensor):
-                        yield Fate.REBUILT, f"DistributedDataParallel's {attribute}", tensor
+    for buffer in gradient_buffers(model):
+        for attribute in ("grad_data", "param_data", "shared_buffer"):
+            tensor = getattr(buffer, attribute, None)
+            if isinstance(tensor, torch.Tensor):
+                yield Fate.REBUILT, f"DistributedDataParallel's {attribute}", tensor
 
 
 def _values(scheduler: Any) -> Iterator[object]:

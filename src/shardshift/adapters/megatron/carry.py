@@ -52,7 +52,7 @@ def look(job: Job) -> Seen:
     try:
         values = [
             rng.capture(),
-            extras.capture(_modules(job)),
+            extras.capture(modules(job)),
             groups.replicated(optim.groups(job.optimizer)),
             job_record(job).values(),
         ]
@@ -118,7 +118,7 @@ def records(
         job.layout.rank,
         groups.describe(names, optim.groups(job.optimizer), states, where, own),
         rng.published(rng.capture(), seen.streams),
-        extras.published(extras.capture(_modules(job)), seen.extra_state),
+        extras.published(extras.capture(modules(job)), seen.extra_state),
         scaler.capture(job.optimizer, where),
     )
     alike.refuse_differing(seen.shared, where)
@@ -141,7 +141,7 @@ def restore(
         optim.restore_scheduler(job.scheduler, carried.job.scheduler)
     groups.restore(carried.groups, names, optim.groups(job.optimizer))
     scaler.restore(carried.scalers, job.optimizer)
-    carried.extra_state.restore(_modules(job), layout.config, layout.rank)
+    carried.extra_state.restore(modules(job), layout.config, layout.rank)
     job.counters = dict(carried.job.counters)
     job.individual_streams = tuple(sorted(carried.streams.individual))
     rerun.restore(carried.job.rerun)
@@ -166,5 +166,6 @@ def refuse_scheduler_lost(job: Job, makes_scheduler: bool) -> None:
         )
 
 
-def _modules(job: Job) -> extras.Modules:
+def modules(job: Job) -> extras.Modules:
+    """The live modules by logical name."""
     return named_modules(unwrapped(job.model), job.layout.expert_coordinate.ep)

@@ -24,7 +24,7 @@ from .features import features, refuse
 from .grid import Grid
 from .job import Job, RankLayout, unwrapped
 from .meta import BuildModel
-from .names import Where, named_modules, named_tensors
+from .names import Where, named_modules, named_tensors, reduced_by_experts
 from .optimizer import Holding
 from .records import Companions, JobRecord
 from .slots import Slot
@@ -91,9 +91,7 @@ class Live:
             self.names[where]
             for where, holding in self.holdings.items()
             if holding.flat is not None
-            or (
-                among.edp == 0 if getattr(self.tensors[where], "allreduce", True) is False else (at.dp, at.cp) == (0, 0)
-            )
+            or (among.edp == 0 if reduced_by_experts(self.tensors[where]) else (at.dp, at.cp) == (0, 0))
         }
 
     def names_of_keys(self) -> dict[torch.Tensor, str]:
@@ -123,6 +121,25 @@ class MegatronChange:
         self.prev: Layout = prev.layout
         self.curr: Layout = curr.layout
 
+    def check(self, rank: int) -> None:
+        """Refuse a model that differs between ranks of a stage: the layout knows that of the first alone.
+
+        Raises:
+            Mismatch: naming the parameters.
+        """
+        config, layout = self._curr.config, RankLayout(self._curr.config, rank)
+        if rank == config.rank(pp=layout.coordinate.pp, tp=0):
+            return
+        with world.virtual_rank(config, rank), world.on_meta():
+            chunks = unwrapped(self._build_model(layout))
+        built = {one.where: tuple(one.tensor.shape) for one in named_tensors(chunks) if one.is_parameter}
+        declared = {slot.where: slot.shape for slot in self._curr.of_rank(rank) if slot.kind is Kind.PARAM}
+        if differing := sorted({at[1] for at in built.keys() | declared.keys() if built.get(at) != declared.get(at)}):
+            raise Mismatch(
+                f"rank {rank} ({layout.coordinate}) of {config}: build_model gives {', '.join(differing)} otherwise "
+                "than on the first rank of its stage; nothing was moved. What to do: build one model on all of them"
+            )
+
     def shards(self, job: Job) -> dict[Shard, torch.Tensor]:
         """This rank's live tensors by shard.
 
@@ -132,8 +149,7 @@ class MegatronChange:
         """
         where = f"rank {job.layout.rank} ({job.layout.coordinate})"
         microbatches.check(job.position, self._curr.config.dp, self._prev.config.dp)
-        modules = named_modules(unwrapped(job.model), job.layout.expert_coordinate.ep)
-        extras.refuse_one_sided(extras.capture(modules), _declaring(self._prev), _declaring(self._curr))
+        extras.refuse_one_sided(extras.capture(carry.modules(job)), _declaring(self._prev), _declaring(self._curr))
         carry.refuse_scheduler_lost(job, all(stage.schedules for stage in self._curr.stages))
         live, slots = Live.of(job), self._prev.of_rank(job.layout.rank)
         _compare(live.tensors, slots, _expected(self._prev, job.layout), f"{where}: the live model; nothing was moved")
@@ -179,31 +195,11 @@ class MegatronChange:
 
     def accept(self, rank: int, companions: Mapping[str, bytes]) -> Companions:
         """Read the records of all ranks, and hold them against one another."""
-        self._refuse_other_model(rank)
         carried = Companions.read(companions, self._prev.config, self._extra_state)
         carried.check(self._curr.config, self._curr.groups_of(rank))
         self._check_batch(carried.job)
         scaler.check(carried.scalers, {kind for stage in self._curr.stages for kind in stage.scalers})
         return carried
-
-    def _refuse_other_model(self, rank: int) -> None:
-        """Refuse a model that differs between ranks of a stage: the layout knows that of the first alone.
-
-        Raises:
-            Mismatch: naming the parameters.
-        """
-        config, layout = self._curr.config, RankLayout(self._curr.config, rank)
-        if rank == config.rank(pp=layout.coordinate.pp, tp=0):
-            return
-        with world.virtual_rank(config, rank), world.on_meta():
-            chunks = unwrapped(self._build_model(layout))
-        built = {one.where: tuple(one.tensor.shape) for one in named_tensors(chunks) if one.is_parameter}
-        declared = {slot.where: slot.shape for slot in self._curr.of_rank(rank) if slot.kind is Kind.PARAM}
-        if differing := sorted({at[1] for at in built.keys() | declared.keys() if built.get(at) != declared.get(at)}):
-            raise Mismatch(
-                f"rank {rank} ({layout.coordinate}) of {config}: build_model gives {', '.join(differing)} otherwise "
-                "than on the first rank of its stage; nothing was moved. What to do: build one model on all of them"
-            )
 
     def _check_batch(self, job: JobRecord) -> None:
         """Refuse a process that was started with other batch sizes than the job's."""
@@ -223,22 +219,17 @@ class MegatronChange:
             with world.on_meta():
                 chunks = list(self._build_model(layout))
 
-        local = {slot: slot.join(tensors) for slot in slots}
+        local: dict[Kind, dict[Where, torch.Tensor]] = {}
+        for slot in slots:
+            local.setdefault(slot.kind, {})[slot.where] = slot.join(tensors)
         tensors.clear()
-        weights = {slot.where: tensor for slot, tensor in local.items() if slot.kind in (Kind.PARAM, Kind.BUFFER)}
-        materialise(unwrapped(chunks), weights)
+        parameters, buffers = local.pop(Kind.PARAM, {}), local.pop(Kind.BUFFER, {})
+        materialise(unwrapped(chunks), parameters | buffers)
         # Where dtypes are mixed, wrapping may cast all down and some up again (Float16Module): those are written anew.
-        narrowest = min((slot.dtype.itemsize for slot in slots if slot.kind is Kind.PARAM), default=0)
-        wide = {
-            slot.where: tensor
-            for slot, tensor in local.items()
-            if slot.kind is Kind.PARAM and slot.dtype.itemsize > narrowest
-        }
-        # Where Megatron copies parameters into a buffer of its own, each goes as soon as it is copied: nothing else may
-        # hold it.
-        local = {slot: tensor for slot, tensor in local.items() if slot.kind is not Kind.PARAM}
-        buffers = {slot.where: tensor for slot, tensor in local.items() if slot.kind is Kind.BUFFER}
-        del weights
+        # Nothing holds the others: where Megatron copies parameters into its own buffer, each goes once it is copied.
+        narrowest = min((tensor.itemsize for tensor in parameters.values()), default=0)
+        wide = {where: tensor for where, tensor in parameters.items() if tensor.itemsize > narrowest}
+        del parameters
         microbatches.renew(accepted.job.consumed_samples, layout, accepted.job.microbatches)
         job = self._assemble(chunks, layout, accepted.job.next_generation())
         set_buffers(unwrapped(chunks), buffers)  # wrapping may have cast them
@@ -250,21 +241,20 @@ class MegatronChange:
             f"rank {place.rank} ({layout.coordinate}): the model built in the new world",
         )
         set_parameters(live.tensors, wide)
-        self._restore(job, live, local, accepted)
+        self._restore(live, local, accepted)
         carry.restore(job, accepted, live.names_of_keys(), self._after_move)
         return job
 
-    def _restore(self, job: Job, live: Live, local: Mapping[Slot, torch.Tensor], accepted: Companions) -> None:
-        """Put optimizer state and what goes along in place."""
-        masters = {slot.where: tensor for slot, tensor in local.items() if slot.kind is Kind.MASTER}
-        states: dict[Where, dict[str, Any]] = {}
-        for slot, tensor in local.items():
-            if slot.kind in optim.STATE:
-                states.setdefault(slot.where, {})[slot.kind.value] = tensor
+    def _restore(self, live: Live, local: Mapping[Kind, Mapping[Where, torch.Tensor]], accepted: Companions) -> None:
+        """Put optimizer state in place."""
+        masters = local.get(Kind.MASTER, {})
         for where, holding in live.holdings.items():
-            state = states.get(where, {})
+            kinds = [kind for kind in optim.STATE if where in local.get(kind, {})]
+            state: dict[str, Any] = {kind.value: local[kind][where] for kind in kinds}
             step = accepted.groups.step(live.names[where])
-            optim.restore(holding, masters.get(where), state if step is None or not state else {"step": step, **state})
+            if state and step is not None:
+                state = {"step": step, **state}
+            optim.restore(holding, masters.get(where), state)
 
 
 def audit_of(job: Job, grid: Grid, live: Live, reached: Reached) -> Audit:

@@ -41,7 +41,7 @@ def declaring(modules: Modules) -> frozenset[str]:
 
 def keeps(module: torch.nn.Module) -> bool:
     """Whether a module may have extra state."""
-    return any(True for _ in _declaring([("", module)]))
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
 def capture(modules: Modules) -> dict[str, Any]:
@@ -189,9 +189,7 @@ class ExtraState:
 
 
 def _declaring(modules: Modules) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, module in modules:
-        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            yield name, module
+    return ((name, module) for name, module in modules if keeps(module))
 
 
 def _few(ranks: list[int]) -> str:

@@ -163,6 +163,12 @@ class Job:
         return self._parts
 
 
+def gradient_buffers(model: Sequence[torch.nn.Module]) -> list[Any]:
+    """The buffers of ``DistributedDataParallel`` of all wrapped chunks, in one order (``param_and_grad_buffer.py``)."""
+    names = ("buffers", "expert_parallel_buffers")  # a bare module has a method of that name
+    return [buffer for chunk in model for name in names for buffer in vars(chunk).get(name, ())]
+
+
 def unwrapped(model: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """The model chunks inside their wrappers (DistributedDataParallel, Float16Module)."""
     chunks: list[torch.nn.Module] = []

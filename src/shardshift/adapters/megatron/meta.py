@@ -27,7 +27,7 @@ from . import optimizer as optim
 from . import scaler
 from .features import features, refuse
 from .job import RankLayout, unwrapped
-from .names import named_tensors
+from .names import named_tensors, reduced_by_experts
 from .slots import Local, Whole
 from .versions import declare_fused_halves
 from .world import on_meta, virtual_rank
@@ -145,7 +145,7 @@ class MetaJobs:
                 )
             return Stage(
                 inside,
-                tuple(_locals(inside, wrapped, optimizer)),
+                tuple(_locals(inside, optimizer)),
                 optim.makes(optimizer),
                 scaler.kinds(optimizer),
                 scheduler is not None,
@@ -215,35 +215,36 @@ def is_state(module: torch.nn.Module, key: str) -> bool:
     return buffer is not None and (key not in module._non_persistent_buffers_set or buffer.is_meta)
 
 
-def _locals(chunks: Sequence[torch.nn.Module], wrapped: Sequence[Any], optimizer: Any) -> Iterator[Local]:
+def _locals(chunks: Sequence[torch.nn.Module], optimizer: Any) -> Iterator[Local]:
     held = {parameter: part for part in optim.wrappers(optimizer) for parameter in optim.trained(part)}
-    owned = _owned(wrapped, optimizer)
+    owned = _owned(optimizer)
     for named in named_tensors(chunks):
         if not named.is_parameter:
             module, _, key = named.where[1].rpartition(".")
             if is_state(chunks[named.where[0]].get_submodule(module), key):
                 yield Local(named, False, False, None, False)
             continue
-        if getattr(named.tensor, "allreduce", True) is False and not named.is_expert:
+        by_experts = reduced_by_experts(named.tensor)
+        if by_experts and not named.is_expert:
             raise Unaccounted(
                 f"{named.name} is an expert parameter of a module other than SequentialMLP, which no rule covers; "
                 "nothing was moved. What to do: use local experts that are modules of their own",
                 [named.name],
             )
-        by_experts = getattr(named.tensor, "allreduce", True) is False
         part = held.get(named.tensor)
         master = part is not None and not isinstance(part, FP32Optimizer) and named.tensor.dtype != torch.float32
         yield Local(named, part is not None, master, owned.get(named.tensor), by_experts)
 
 
-def _owned(wrapped: Sequence[Any], optimizer: Any) -> dict[torch.Tensor, Mapping[int, tuple[int, int]]]:
+def _owned(optimizer: Any) -> dict[torch.Tensor, Mapping[int, tuple[int, int]]]:
     """Per parameter in a buffer of a distributed optimizer its owners' ranges.
 
     An owner has one equal range of each bucket, whatever parameters lie there.
     """
     found: dict[torch.Tensor, Mapping[int, tuple[int, int]]] = {}
-    distributed = [part for part in optim.wrappers(optimizer) if isinstance(part, DistributedOptimizer)]
-    for part in distributed:
+    for part in optim.wrappers(optimizer):
+        if not isinstance(part, DistributedOptimizer):
+            continue
         if part.ddp_config.num_distributed_optimizer_instances > 1:
             raise Unaccounted(
                 "several optimizer instances (num_distributed_optimizer_instances) share out state within a part of "

@@ -29,6 +29,11 @@ Where = tuple[int, str]
 """``(chunk, name)`` as ``named_parameters`` or ``named_buffers`` of that model chunk gives it."""
 
 
+def reduced_by_experts(parameter: torch.Tensor) -> bool:
+    """Whether gradients are reduced over the replicas of experts: not so without expert parallelism (``layers.py``)."""
+    return getattr(parameter, "allreduce", True) is False
+
+
 @dataclass(frozen=True, slots=True)
 class Named:
     """One parameter or buffer of a model chunk.
@@ -49,9 +54,7 @@ class Named:
 
 
 def named_tensors(chunks: Sequence[torch.nn.Module], ep_rank: int = 0) -> Iterator[Named]:
-    """Every parameter of the chunks, then every buffer that is state, chunk by chunk.
-
-    A buffer is state if it is persistent, or has no data after building on the meta device (see ``is_state``).
+    """Every parameter of the chunks, then every buffer, chunk by chunk; ``meta.is_state`` says which buffers are state.
 
     Args:
         chunks: model chunks of one rank, not wrapped.

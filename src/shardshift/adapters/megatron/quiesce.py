@@ -45,6 +45,7 @@ from megatron.core.optimizer.optimizer import FP32Optimizer
 
 from ...values import Mismatch, ShardshiftError
 from . import optimizer as optim
+from .job import gradient_buffers
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -115,7 +116,7 @@ def gradient_versions(job: LiveJob) -> tuple[int, ...]:
 
     Taken when the job is built, and after every finished optimizer step (also one that a loss scale skipped).
     """
-    return tuple(buffer.grad_data._version for buffer in _gradient_buffers(job))
+    return tuple(buffer.grad_data._version for buffer in gradient_buffers(job.model))
 
 
 def close_data(data: Any) -> None:
@@ -131,10 +132,7 @@ def close_data(data: Any) -> None:
     inner = getattr(data, "iterable", None)
     if inner is not None and inner is not data:
         close_data(inner)
-    for name in (
-        "close",
-        "_shutdown_workers",
-    ):  # the second: torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter
+    for name in ("close", "_shutdown_workers"):  # torch/utils/data/dataloader.py, _MultiProcessingDataLoaderIter
         end = getattr(data, name, None)
         if callable(end):
             end()
@@ -165,7 +163,7 @@ def _look(job: LiveJob, stepped_at: tuple[int, ...] | None, async_saves: Any) ->
                     "was moved. What to do: change layout after the optimizer step, not between backward and step"
                 )
     if stepped_at is not None:
-        for before, now, buffer in zip(stepped_at, gradient_versions(job), _gradient_buffers(job), strict=True):
+        for before, now, buffer in zip(stepped_at, gradient_versions(job), gradient_buffers(job.model), strict=True):
             if before != now and bool(buffer.grad_data.any()):
                 raise Mismatch(
                     f"a gradient buffer of {buffer.grad_data.numel()} elements holds gradients that no optimizer step "
@@ -228,12 +226,6 @@ def _copy_masters(job: LiveJob) -> None:
 def _bucket_groups(chunk: Any) -> list[Any]:
     own = vars(chunk)  # a bare module has none
     return [group for name in ("bucket_groups", "expert_parallel_bucket_groups") for group in own.get(name, ())]
-
-
-def _gradient_buffers(job: LiveJob) -> list[Any]:
-    """The gradient buffers of all chunks, in one order."""
-    names = ("buffers", "expert_parallel_buffers")  # a bare module has a method of that name
-    return [buffer for chunk in job.model for name in names for buffer in vars(chunk).get(name, ())]
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, ShardshiftError | None]:

@@ -59,10 +59,17 @@ def enter(place: Place) -> None:
         timeout=timedelta(seconds=place.timeout_s),
     )
     sys.excepthook = excepthook  # torch wraps it once more for each default group, and never unwraps
-    _initialize(place.config, place.timeout_s, gloo=torch.cuda.is_available())
+    initialize(place.config, place.timeout_s, gloo=torch.cuda.is_available())
 
 
-def _initialize(config: ParallelConfig, timeout_s: float, *, gloo: bool) -> None:
+def initialize(config: ParallelConfig, timeout_s: float, *, gloo: bool) -> None:
+    """Make Megatron's groups in torch's default group.
+
+    Args:
+        config: the configuration.
+        timeout_s: of collectives.
+        gloo: whether there are groups for the host beside those for GPUs.
+    """
     parallel_state.initialize_model_parallel(
         config.tp,
         config.pp,
@@ -73,6 +80,12 @@ def _initialize(config: ParallelConfig, timeout_s: float, *, gloo: bool) -> None
         distributed_timeout_minutes=timeout_s / 60,
         create_gloo_process_groups=gloo,
     )
+
+
+def forget() -> None:
+    """Bring ``parallel_state`` to what it was before any world; ``destroy_model_parallel`` leaves some groups."""
+    for name, value in _NO_WORLD.items():
+        setattr(parallel_state, name, copy.copy(value))
 
 
 class Leaving:
@@ -96,8 +109,7 @@ class Leaving:
 def leave() -> Leaving:
     """Give back the real world, if there is one. It is gone for torch and Megatron at once."""
     parallel_state.destroy_model_parallel()
-    for name, value in _NO_WORLD.items():  # destroy_model_parallel forgets some that hold groups
-        setattr(parallel_state, name, copy.copy(value))
+    forget()
     for log in _logs():
         log.clear()
     groups: list[dist.ProcessGroup] = []
@@ -134,10 +146,9 @@ def virtual_rank(config: ParallelConfig, rank: int) -> Iterator[None]:
     try:
         with undisturbed_rng():
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
-            for name, value in _NO_WORLD.items():
-                setattr(parallel_state, name, copy.copy(value))
+            forget()
             # With groups for the host: an optimizer may ask for them.
-            _initialize(config, timeout_s=60.0, gloo=torch.cuda.is_available())
+            initialize(config, timeout_s=60.0, gloo=torch.cuda.is_available())
             megatron_random.model_parallel_cuda_manual_seed(0)  # building may want the streams to exist
             yield
     finally:
