@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.elastic.toy import Unpicklable
 
@@ -13,6 +15,9 @@ PROPOSAL = Proposal(
     prev_devices=(4, 1),
     curr_devices=(0, 1, 2),
     usable=(0, 1, 2, 3),
+    lost=(),
+    wires=0,
+    ends=(0, 1, 2, 3, 4),
     iteration=7,
     kinds=("exp_avg", "exp_avg_sq"),
     digest="abc",
@@ -25,6 +30,10 @@ def test_a_proposal_arrives_as_it_was_sent() -> None:
 
 def test_everyone_of_either_layout_takes_part() -> None:
     assert PROPOSAL.participants == (0, 1, 2, 4)
+
+
+def test_who_is_lost_takes_no_part() -> None:
+    assert replace(PROPOSAL, lost=(4,)).participants == (0, 1, 2)
 
 
 @pytest.mark.parametrize("error", [Infeasible("too large"), Unaccounted("unknown", ["a", "b"])])

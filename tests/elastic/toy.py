@@ -23,7 +23,7 @@ import torch.distributed as dist
 from tests.unit.strategies import Model, Rule, even_split, grid_layout, inside
 
 from shardshift.adapters import Place
-from shardshift.coordination import Control
+from shardshift.coordination import Control, era_store
 from shardshift.elastic import LocalJob, Member, Script, session
 from shardshift.elastic.session import Session
 from shardshift.elastic.transition import Transition
@@ -60,6 +60,15 @@ MODEL: Final = Model(
 )
 
 
+REPLICATED: Final = Model(
+    LAYERS,
+    tuple(
+        _rule(r.tensor.name, r.layer, r.tensor.shape, 0, r.tensor.kind) if r.cut == "flat" else r for r in MODEL.rules
+    ),
+)
+"""The same with moments that every data parallel replica holds whole."""
+
+
 class Unpicklable(Exception):
     """An exception that no pipe carries."""
 
@@ -89,11 +98,14 @@ class ToyJob:
     iteration: int = 0
     retired: bool = False
 
-    def step(self) -> None:
+    def meet(self) -> None:
         assert not self.retired
         count = torch.ones(1)
         dist.all_reduce(count)
         assert int(count) == self.config.world_size
+
+    def step(self) -> None:
+        self.meet()
         for tensor in self.tensors.values():
             tensor += 1
 
@@ -108,8 +120,8 @@ def logical(shard: Shard) -> torch.Tensor:
     return torch.arange(first, first + numel, dtype=torch.float64).reshape(shard.tensor.shape)[inside(shard.region)]
 
 
-def layout_of(config: ParallelConfig) -> Layout:
-    return grid_layout(MODEL, config, even_split(LAYERS, config.pp))
+def layout_of(config: ParallelConfig, model: Model = MODEL) -> Layout:
+    return grid_layout(model, config, even_split(LAYERS, config.pp))
 
 
 @dataclass
@@ -121,6 +133,7 @@ class ToyAdapter:
     retired: int = 0
     built: int = 0
     count_at: tuple[int, ...] = ()
+    model: Model = MODEL
 
     def at(self, where: str) -> None:
         """Commit this device's fault, if it has one here."""
@@ -153,7 +166,7 @@ class ToyAdapter:
     def start(self, place: Place) -> ToyJob:
         self.at("start")
         self._enter(place)
-        role = layout_of(place.config).shards(place.rank)
+        role = self.layout_of(place.config).shards(place.rank)
         return ToyJob(place.config, place.rank, {shard: logical(shard).clone() for shard in role})
 
     def _enter(self, place: Place) -> None:
@@ -166,8 +179,11 @@ class ToyAdapter:
     def change(self, prev: ParallelConfig, curr: ParallelConfig, *, kinds: Sequence[str]) -> ToyChange:
         self.at("plan")
         if any((fault.device, fault.where) == (self.device, "digest") for fault in self.faults):
-            return ToyChange(self, layout_of(prev), layout_of(ParallelConfig(dp=curr.world_size)))
-        return ToyChange(self, layout_of(prev), layout_of(curr))
+            return ToyChange(self, self.layout_of(prev), self.layout_of(ParallelConfig(dp=curr.world_size)))
+        return ToyChange(self, self.layout_of(prev), self.layout_of(curr))
+
+    def layout_of(self, config: ParallelConfig) -> Layout:
+        return layout_of(config, self.model)
 
     def state_kinds(self, job: ToyJob) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
@@ -182,6 +198,31 @@ class ToyAdapter:
     def advance(self, job: ToyJob) -> None:
         job.iteration += 1
         self.iteration = job.iteration
+
+    def mark(self, job: ToyJob) -> None:
+        pass
+
+    def shards(self, job: ToyJob) -> dict[Shard, torch.Tensor]:
+        return job.tensors
+
+    def whole(self, job: ToyJob) -> bool:
+        return True
+
+    def sever(self, job: ToyJob) -> None:
+        self.at("sever")
+        dist.destroy_process_group()
+
+    def rewind(self, job: ToyJob, iteration: int) -> None:
+        job.iteration = iteration
+        self.iteration = iteration
+
+    def alone(self, job: ToyJob, iteration: int) -> dict[str, bytes]:
+        return {f"alone/{job.rank}": str(iteration).encode()}
+
+    def abandon(self, job: ToyJob) -> None:
+        assert not job.retired
+        job.retired = True
+        self.retired += 1
 
     def retire(self, job: ToyJob) -> None:
         self.at("retire")
@@ -211,13 +252,14 @@ class ToyChange:
 
     def accept(self, rank: int, companions: Mapping[str, bytes]) -> int:
         self.adapter.at("accept")
-        return int(companions["iteration"])
+        (iteration,) = {int(content) for content in companions.values()}
+        return iteration
 
     def rebuild(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: int) -> ToyJob:
         self.adapter.at("rebuild")
         self.adapter._enter(place)
         job = ToyJob(place.config, place.rank, dict(tensors), accepted)
-        assert set(job.tensors) == set(layout_of(place.config).shards(place.rank))
+        assert set(job.tensors) == set(self.adapter.layout_of(place.config).shards(place.rank))
         self.adapter.iteration = job.iteration
         return job
 
@@ -234,6 +276,8 @@ class Recipe:
     policy: str = "keep"
     standby_dies: tuple[int, str] | None = None
     count_at: tuple[int, ...] = ()
+    survive: bool = False
+    sharded: bool = True
 
 
 def let_standby_die(device: int, how: str, adapter: ToyAdapter) -> None:
@@ -252,7 +296,9 @@ def train(send: Callable[[Any], None], recipe: Recipe) -> None:
     """The user's loop; tells ("refused", ...), ("done", ...), ("lost", ...), ("end", ...)."""
     torch.set_num_threads(1)
     member = Member.from_launcher(timeout_s=recipe.timeout_s)
-    adapter = ToyAdapter(member.device, send, recipe.faults, count_at=recipe.count_at)
+    adapter = ToyAdapter(
+        member.device, send, recipe.faults, count_at=recipe.count_at, model=MODEL if recipe.sharded else REPLICATED
+    )
     if recipe.standby_dies is not None:
         let_standby_die(*recipe.standby_dies, adapter)
     commit = Transition.commit
@@ -267,8 +313,13 @@ def train(send: Callable[[Any], None], recipe: Recipe) -> None:
             job = elastic.start()
             while job and job.iteration < recipe.steps:
                 if recipe.standby_dies and recipe.standby_dies[1] != "stop" and job.iteration == 10:
-                    member.store.wait(["gone"], timedelta(seconds=recipe.timeout_s))
-                job = one_turn(send, adapter, elastic, job) or elastic.start()
+                    era_store(member.store, 0).wait(["gone"], timedelta(seconds=recipe.timeout_s))
+                job = (
+                    surviving_turn(send, adapter, elastic, job)
+                    if recipe.survive
+                    else one_turn(send, adapter, elastic, job)
+                )
+                job = job or elastic.start()
             if job:
                 send(("done", job.iteration, str(job.config), job.exact()))
     except PeerLost as lost:
@@ -292,6 +343,7 @@ def open_session(adapter: ToyAdapter, member: Member, recipe: Recipe) -> Session
         policy=recipe.policy,
         timeout_s=recipe.timeout_s,
         staging_bytes=200,
+        survive=recipe.survive,
         sink=lambda event: half_way(adapter, event),
     )
 
@@ -314,6 +366,35 @@ def one_turn(send: Callable[[Any], None], adapter: ToyAdapter, elastic: Session[
     job.step()
     with elastic.commit_step(job):
         adapter.at("step")
+    return job
+
+
+def surviving_turn(
+    send: Callable[[Any], None], adapter: ToyAdapter, elastic: Session[ToyJob], job: ToyJob
+) -> ToyJob | None:
+    """A change of layout or a step with faults in all of its places; after a loss, what is left goes on."""
+    try:
+        if elastic.resize_due(job):
+            return elastic.resize(job)
+        adapter.at("forward")
+        job.meet()
+        with elastic.commit_step(job):
+            adapter.at("gate passed")
+            tensors = list(job.tensors.values())
+            for number, tensor in enumerate(tensors):
+                if number == len(tensors) // 2:
+                    adapter.at("half")
+                    job.meet()
+                    adapter.at("norm")
+                tensor += 1
+            adapter.at("stepped")
+            job.meet()
+        adapter.at("committed")
+    except (PeerLost, RuntimeError) as error:
+        new = elastic.recover(job, error)
+        report = elastic.reports[-1]
+        send(("recovered", report.lost, report.iteration, str(report.curr), new is None or new.exact()))
+        return new
     return job
 
 
@@ -349,5 +430,12 @@ def play(devices: int, recipe: Recipe, *, until_lost: int | None = None) -> Outc
 
 @contextlib.contextmanager
 def running(devices: int, recipe: Recipe) -> Iterator[LocalJob]:
-    with LocalJob(devices, train, (recipe,), timeout_s=recipe.timeout_s, preload=["shardshift.elastic"]) as job:
+    with LocalJob(
+        devices,
+        train,
+        (recipe,),
+        timeout_s=recipe.timeout_s,
+        preload=["shardshift.elastic"],
+        survives=recipe.survive,
+    ) as job:
         yield job

@@ -165,7 +165,41 @@ class Adapter(Protocol[J]):
         """
 
     def advance(self, job: J) -> None:
-        """Count one optimizer step that is finished."""
+        """Count one optimizer step that is finished, and ``mark`` it."""
+
+    def mark(self, job: J) -> None:
+        """Take note of what the next forward changes without being asked: random streams, buffers, the data position.
+
+        Between two steps; the last call of an iteration counts, and the last two iterations are kept.
+        """
+
+    def shards(self, job: J) -> dict[Shard, torch.Tensor]:
+        """This rank's live tensors by shard of its present layout, as views; called at each step, so it audits nothing.
+
+        State that does not exist yet is left out. The session copies them, and writes them in place after a loss.
+        """
+
+    def whole(self, job: J) -> bool:
+        """Whether the live tensors are those of the last finished step, nothing of it being under way. Asks nobody."""
+
+    def sever(self, job: J) -> None:
+        """Cut the job off from its world after a loss, waiting for nobody: what is under way there ends with an error.
+
+        Others that wait for this rank wake up. The job stays readable.
+        """
+
+    def rewind(self, job: J, iteration: int) -> None:
+        """Make a severed job's counts and buffers those that were marked at an iteration; its shards are the session's."""
+
+    def alone(self, job: J, iteration: int) -> dict[str, bytes]:
+        """The companions of a marked iteration that this rank can give without asking anybody.
+
+        So whoever is lost, the survivors have all of the job's common state. ``Change.accept`` reads the union of
+        several ranks' like that of ``companions``.
+        """
 
     def retire(self, job: J) -> None:
         """Leave the job's world and make its objects raise on use. Its tensors live on where others hold them."""
+
+    def abandon(self, job: J) -> None:
+        """``retire`` for a job that is severed: nothing is left gracefully, and nobody is waited for."""

@@ -3,6 +3,7 @@
 from .agreement import opened, refusal, settle, to_record
 from .answering import AnsweringStore
 from .control import Control
+from .eras import begin_era, current_era, era_store, lost_before
 from .failure import record_failure, record_loss, stands_by
 from .pulse import Pulse, as_peer_lost
 from .signs import diagnose
@@ -14,7 +15,11 @@ __all__ = [
     "Pulse",
     "Watch",
     "as_peer_lost",
+    "begin_era",
+    "current_era",
     "diagnose",
+    "era_store",
+    "lost_before",
     "opened",
     "record_failure",
     "record_loss",

@@ -59,29 +59,40 @@ class Control:
         """The devices that were lost while they stood by."""
         return lost_standbys(self.store)
 
-    def leave(self, devices: int) -> None:
+    def leave(self, devices: Collection[int]) -> None:
         """Say that this process needs the store no more.
 
         Device 0, which hosts the store where the launcher does not, waits until all have said so.
 
         Args:
-            devices: processes of the job.
+            devices: of the job.
         """
         self.publish(_left(self.device), b"")
         if self.device == 0:
-            staying = set(range(devices)) - self.gone()
+            staying = {*devices} - self.gone()
             with suppress(PeerLost):  # whoever is lost now is lost after the work was done
                 self._await([_left(device) for device in staying], self.timeout_s)
 
-    def fetch(self, key: str, giver: int, phase: str) -> bytes:
+    def fetch(self, key: str, giver: int, phase: str, timeout_s: float | None = None) -> bytes:
         """Wait for a record that the device ``giver`` publishes.
+
+        Args:
+            key: of the record.
+            giver: who publishes it.
+            phase: in the words of ``PeerLost``.
+            timeout_s: how long to wait; None for as long as any agreement may take.
 
         Raises:
             PeerLost: if the job fails meanwhile, or nothing came in time.
         """
-        if not self._await([key], self.timeout_s):
-            raise record_failure(self.store, [giver], phase, f"did not give '{key}' within {self.timeout_s:.0f} s")
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        if not self._await([key], limit_s):
+            raise record_failure(self.store, [giver], phase, f"did not give '{key}' within {limit_s:.0f} s")
         return self.store.get(key)
+
+    def comes(self, key: str, timeout_s: float) -> bool:
+        """Whether a record is there, at the latest after ``timeout_s``."""
+        return self._await([key], timeout_s)
 
     def await_any(self, keys: Sequence[str]) -> str:
         """Wait, without a limit, until one of several records is there, and say which.

@@ -1,4 +1,4 @@
-"""The job's failure: the first that anybody records in the store. Whoever looks later reads the same one."""
+"""An era's failure: the first that anybody records in its store. Whoever looks later reads the same one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Final
 import torch.distributed as dist
 
 from ..values import PeerLost, ShardshiftError
+from .eras import lost_before
 
 _FAILURE_KEY: Final = "failure"
 _GONE_KEY: Final = "gone"
@@ -25,7 +26,9 @@ def record_failure(store: dist.Store, ranks: Iterable[int], phase: str, reason: 
 
 
 def record_loss(store: dist.Store, device: int, phase: str, reason: str) -> PeerLost | None:
-    """Record that one device is lost: the job's failure, unless it stood by and nobody needs it."""
+    """Record that one device is lost: the era's failure, unless it stood by and nobody needs it, or is no news."""
+    if device in lost_before(store):
+        return None
     if stands_by(store, device):
         store.append(_GONE_KEY, f"{device},")  # type: ignore[attr-defined]  # the stub lacks it
         return None

@@ -73,7 +73,7 @@ class Watch:
         try:
             yield
         except Exception as error:
-            if (lost := self._lost(error)) is not None:
+            if (lost := self.lost(error)) is not None:
                 raise lost from error
             raise
 
@@ -81,10 +81,11 @@ class Watch:
         """Raise ``PeerLost`` if a peer is behind the error; otherwise make this rank's own failure known."""
         if isinstance(error, PeerLost):
             return
-        if (lost := self._lost(error)) is not None:
+        if (lost := self.lost(error)) is not None:
             raise lost from error
         with suppress(dist.DistError):  # without a store nobody can be told, and the first error matters
             record_loss(self._control.store, self._control.device, self.phase, f"{type(error).__name__}: {error}")
 
-    def _lost(self, error: BaseException) -> PeerLost | None:
+    def lost(self, error: BaseException) -> PeerLost | None:
+        """The loss of a peer that shows as an error on this rank; None if the error is this rank's own."""
         return as_peer_lost(error, self._control, self._concerned, self.phase)

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from ..coordination import Control, record_loss, stands_by
+from ..coordination import Control, current_era, era_store, record_loss, stands_by
 from ..values import PeerLost, ShardshiftError
 from .member import job_store
 
@@ -45,13 +45,22 @@ class LocalJob:
         args: picklable arguments for it.
         timeout_s: as given to the session; survivors of a lost worker have this long, and 5 s, to end.
         preload: modules for the fork server to import; takes effect when the first job starts.
+        survives: whether the workers go on without one that is lost; it is then no error.
     """
 
     def __init__(
-        self, devices: int, worker: Worker, args: Sequence[Any], *, timeout_s: float, preload: Sequence[str] = ()
+        self,
+        devices: int,
+        worker: Worker,
+        args: Sequence[Any],
+        *,
+        timeout_s: float,
+        preload: Sequence[str] = (),
+        survives: bool = False,
     ) -> None:
-        context = start_fork_server(preload)
-        self._timeout_s = timeout_s
+        self._context = start_fork_server(preload)
+        self._founders, self._worker, self._args = devices, worker, tuple(args)
+        self._timeout_s, self._survives = timeout_s, survives
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
@@ -60,19 +69,22 @@ class LocalJob:
         self._workers: dict[int, BaseProcess] = {}
         try:
             for device in range(devices):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_run_worker,
-                    args=(device, devices, self._store.port, theirs, worker, tuple(args)),
-                    name=f"shardshift-{device}",
-                )
-                self._pipes[ours] = device
-                process.start()
-                theirs.close()
-                self._workers[device] = process
+                self._start(device)
         except BaseException:
             self.kill()  # nobody can enter the context any more, so nobody else would
             raise
+
+    def _start(self, device: int) -> None:
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=_run_worker,
+            args=(device, self._founders, self._store.port, theirs, self._worker, self._args),
+            name=f"shardshift-{device}",
+        )
+        self._pipes[ours] = device
+        process.start()
+        theirs.close()
+        self._workers[device] = process
 
     @property
     def pids(self) -> dict[int, int]:
@@ -136,6 +148,10 @@ class LocalJob:
                 if sentinel in ready:
                     process = running.pop(device)
                     process.join()
+                    if self._survives:
+                        if process.exitcode:
+                            self._tell(device, process.exitcode, errors)
+                        continue
                     if process.exitcode and lost is None:
                         lost = self._lost(device, process.exitcode, errors)
                     if deadline == float("inf") and (lost is not None or self._all_stand_by(running)):
@@ -148,16 +164,21 @@ class LocalJob:
 
     def _lost(self, device: int, exitcode: int, errors: dict[int, ShardshiftError]) -> PeerLost | None:
         """Tell the survivors of a worker that ended badly, unless they know better already."""
+        known = Control(self._era, -1, self._timeout_s).failure()
+        return self._tell(device, exitcode, errors) if known is None else known
+
+    def _tell(self, device: int, exitcode: int, errors: dict[int, ShardshiftError]) -> PeerLost | None:
         how = f"was ended by signal {-exitcode}" if exitcode < 0 else f"ended with exit code {exitcode}"
-        known = Control(self._shared, -1, self._timeout_s).failure()
-        if known is not None:
-            return known
         reason = str(errors[device]) if device in errors else f"its process {how}"
-        return record_loss(self._shared, device, "run", reason)
+        return record_loss(self._era, device, "run", reason)
+
+    @property
+    def _era(self) -> dist.Store:
+        return era_store(self._shared, current_era(self._shared))
 
     def _all_stand_by(self, running: Iterable[int]) -> bool:
         """Whether nobody trains any more: who stands by ends at once then, unless it hangs."""
-        return all(stands_by(self._shared, device) for device in running)
+        return all(stands_by(self._era, device) for device in running)
 
 
 def start_fork_server(preload: Sequence[str]) -> ForkServerContext:

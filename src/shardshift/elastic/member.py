@@ -18,12 +18,17 @@ class Member:
     Attributes:
         store: long-lived store of the job.
         device: this process's id, also its device; the launcher's RANK.
-        topology: which devices are on which node.
+        topology: which devices are on which node, of those that the job begins with.
     """
 
     store: dist.Store
     device: int
     topology: Topology
+
+    @property
+    def founders(self) -> range:
+        """The devices that the job begins with; any other one joins it while it runs."""
+        return range(self.topology.devices)
 
     @classmethod
     def from_launcher(cls, *, devices_per_node: int | None = None, timeout_s: float = 30.0) -> Member:

@@ -24,6 +24,9 @@ class Proposal:
         prev_devices: per virtual rank of ``prev`` its device.
         curr_devices: per virtual rank of ``curr`` its device.
         usable: the devices that could have run a rank of ``curr``; what is the least hangs on them.
+        lost: devices of ``prev`` that are gone.
+        wires: number of the wires that the move goes over.
+        ends: the devices that they join.
         iteration: optimizer steps finished.
         kinds: of optimizer state that there is to move.
         digest: of the lead's plan.
@@ -34,6 +37,9 @@ class Proposal:
     prev_devices: tuple[int, ...]
     curr_devices: tuple[int, ...]
     usable: tuple[int, ...]
+    lost: tuple[int, ...]
+    wires: int
+    ends: tuple[int, ...]
     iteration: int
     kinds: tuple[str, ...]
     digest: str
@@ -41,7 +47,7 @@ class Proposal:
     @property
     def participants(self) -> tuple[int, ...]:
         """Every device that has something to do."""
-        return tuple(sorted({*self.prev_devices, *self.curr_devices}))
+        return tuple(sorted({*self.prev_devices, *self.curr_devices}.difference(self.lost)))
 
     def to_wire(self) -> bytes:
         """As a control record."""
@@ -51,6 +57,9 @@ class Proposal:
             prev_devices=self.prev_devices,
             curr_devices=self.curr_devices,
             usable=self.usable,
+            lost=self.lost,
+            wires=self.wires,
+            ends=self.ends,
             iteration=self.iteration,
             kinds=self.kinds,
             digest=self.digest,
@@ -70,6 +79,9 @@ class Proposal:
             tuple(record["prev_devices"]),
             tuple(record["curr_devices"]),
             tuple(record["usable"]),
+            tuple(record["lost"]),
+            record["wires"],
+            tuple(record["ends"]),
             record["iteration"],
             tuple(record["kinds"]),
             record["digest"],

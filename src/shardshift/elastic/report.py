@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ..plan import Plan
 from ..values import ParallelConfig
+from .proposal import Proposal
 
 
 class Phases:
@@ -45,6 +46,7 @@ class ResizeReport:
         phases_s: seconds by phase of the pause on this rank: plan, quiesce, agree, move, commit,
             rebuild.
         ahead_s: seconds for which this rank prepared the change beforehand, between two steps.
+        lost: devices whose loss the change made good.
     """
 
     prev: ParallelConfig
@@ -59,22 +61,15 @@ class ResizeReport:
     least_moved_bytes: int
     phases_s: dict[str, float] = field(default_factory=dict)
     ahead_s: float = 0.0
+    lost: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        prev: ParallelConfig,
-        curr: ParallelConfig,
-        iteration: int,
-        phases: Phases,
-        ahead_s: float,
-    ) -> ResizeReport:
+    def of(cls, plan: Plan, proposal: Proposal, phases: Phases, ahead_s: float) -> ResizeReport:
         """The report of a plan that was carried out."""
         return cls(
-            prev,
-            curr,
-            iteration,
+            proposal.prev,
+            proposal.curr,
+            proposal.iteration,
             plan.curr.devices,
             plan.digest,
             plan.state_bytes,
@@ -84,6 +79,7 @@ class ResizeReport:
             plan.least_moved_bytes,
             phases.seconds,
             ahead_s,
+            proposal.lost,
         )
 
     @property

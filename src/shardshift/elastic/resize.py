@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..values import Infeasible, ParallelConfig
+from ..values import Infeasible, ParallelConfig, ShardshiftError
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,26 +16,34 @@ class Resize:
     Attributes:
         iteration: it is due once so many optimizer steps are finished.
         config: the configuration to change to.
+        usable: the devices that may run ranks of it; None for all that are there.
     """
 
     iteration: int
     config: ParallelConfig
+    usable: tuple[int, ...] | None = None
 
 
 class ResizeSource(Protocol):
-    """Announces changes of layout.
+    """Announces changes of layout. It is asked on the lead, which tells all others at the gate of the next step.
 
-    Every rank of the job must get the same answer for the same iteration. So a source that learns of changes from
-    outside announces them for an iteration that no rank has reached yet; the earlier it does, the more of the
-    change is prepared while training goes on.
+    A source that learns of changes from outside announces them for two steps ahead of the present iteration: one step
+    in which everyone hears of it, one in which it is planned and joiners make room, while training goes on.
     """
 
     def upcoming(self, iteration: int) -> Resize | None:
-        """The next change that is due at ``iteration`` or later, if one is announced."""
+        """The next change that is due at ``iteration`` or later, if one is announced; the same until it is settled.
+
+        Args:
+            iteration: optimizer steps finished.
+        """
+
+    def settled(self, resize: Resize, refusal: ShardshiftError | None) -> None:
+        """Hear what came of an announced change: done, or refused and why. Told on the lead."""
 
 
 class Script:
-    """A source that is known from the start: per iteration a configuration.
+    """A source that is known from the start: per iteration a configuration. Every rank has the same and asks itself.
 
     Args:
         changes: e.g. ``{10: "pp4tp2", 20: "pp2tp4"}``.
@@ -68,3 +76,6 @@ class Script:
     def upcoming(self, iteration: int) -> Resize | None:
         """The first scripted change at this iteration or later."""
         return next((resize for resize in self._resizes if resize.iteration >= iteration), None)
+
+    def settled(self, resize: Resize, refusal: ShardshiftError | None) -> None:
+        """A script goes on whatever happens."""

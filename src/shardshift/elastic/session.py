@@ -25,22 +25,22 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Generic, Self
 
-import torch.distributed as dist
-
-from ..adapters import Adapter, Place
+from ..adapters import Adapter
 from ..adapters.protocol import J
-from ..coordination import AnsweringStore, Control, Watch
+from ..coordination import Watch
 from ..engine import Verify, verifies
-from ..engine.events import Notice, Sink, guarded, nowhere, phase
-from ..transport import Transport, connect
+from ..engine.events import Sink, guarded, nowhere
 from ..values import Infeasible, Mismatch, ParallelConfig, PeerLost, ShardshiftError
+from .gate import Gate
 from .member import Member
-from .proposal import Proposal
+from .nearest import Layouts, nearest
+from .party import FINISHED, Party
+from .recovery import recover
 from .report import Phases, ResizeReport
 from .resize import Resize, ResizeSource, Script
-from .transition import Derived, Prepared, Settings, Transition, too_few_devices
-
-_FINISHED = "finished"
+from .state import Live, kinds_of
+from .transition import Prepared, Settings, too_few_devices
+from .undo import Undo
 
 
 class Session(Generic[J]):
@@ -57,60 +57,57 @@ class Session(Generic[J]):
             raise Infeasible(f"unknown policy {settings.policy!r}; what to do: use 'auto' or 'keep'")
         if settings.prefer not in ("nodes", "bytes"):
             raise Infeasible(f"unknown preference {settings.prefer!r}; what to do: use 'nodes' or 'bytes'")
-        if config.world_size > member.topology.devices:
-            raise too_few_devices(config, member.topology.devices)
-        self.reports: list[ResizeReport] = []
-        self._adapter, self._member, self._resizes, self._settings = adapter, member, resizes, settings
-        self._config = config
-        self._devices: tuple[int, ...] = tuple(range(config.world_size))
-        self._generation = 0
-        self._attempt = 0
+        if config.world_size > len(member.founders):
+            raise too_few_devices(config, len(member.founders))
+        self._party: Party[J] = Party(adapter, member, settings, config)
+        self._resizes, self._settings = resizes, settings
+        self._gate = Gate(self._party.era.control)
+        self._undo = Undo()
+        self._whole = True
         self._refused_at: int | None = None
         self._started = False
-        self._job: J | None = None
         self._prepared: Prepared[J] | None = None
-        self._control = Control(
-            AnsweringStore.over(member.store, settings.timeout_s), member.device, settings.timeout_s
-        )
-        self._watch = Watch(self._control, range(member.topology.devices))
-        self._transport: Transport | None = None
+
+    @property
+    def reports(self) -> list[ResizeReport]:
+        """See above."""
+        return self._party.reports
+
+    @property
+    def _watch(self) -> Watch:
+        return self._party.era.watch
 
     def __enter__(self) -> Self:
-        store = dist.PrefixStore("move", self._member.store)
+        party = self._party
         try:
             with self._watch.peers():
-                self._watch.start()
-                self._transport = connect(
-                    store,
-                    self._member.device,
-                    self._member.topology.devices,
-                    self._settings.timeout_s,
-                    kind=self._settings.transport,
-                    say=self._say,
-                )
+                party.era.start()
+                if party.era.number == 0 and party.member.device in party.member.founders:
+                    party.era.join(0, party.member.founders)
         except BaseException:
             self._close(graceful=False)  # Python calls __exit__ only after a successful __enter__
             raise
-        self._watch.concern(self._devices)
+        self._watch.concern(party.course.devices)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         graceful = False
+        party = self._party
         try:
             if error is not None:
                 self._watch.fail(error)
-            elif self._job is not None:
+            elif party.job is not None:
                 with self._watch.peers(), self._watch.during("finish"):
-                    self._control.gather(_FINISHED, self._devices, b"", "finish")
-                    self._control.publish(_FINISHED, b"")
+                    party.era.control.gather(FINISHED, party.course.devices, b"", "finish")
+                    party.era.control.publish(FINISHED, b"")
             graceful = error is None
         finally:
             self._close(graceful=graceful)
         if graceful:
-            self._control.leave(self._member.topology.devices)
-        self._control.close()
+            party.era.control.leave(party.devices())
+        party.era.close()
 
     def start(self, initial: Callable[[J], None] | None = None) -> J | None:
         """Begin to train, or stand by until a change of layout gives this process a role.
@@ -126,26 +123,30 @@ class Session(Generic[J]):
             Mismatch: if this process has a job already.
             PeerLost: if the job fails meanwhile.
         """
-        if self._job is not None:
+        party = self._party
+        if party.job is not None:
             raise Mismatch(
                 "start was called while this process trains; what to do: call it once, and when resize gave None"
             )
         first, self._started = not self._started, True
-        if not first or self._member.device not in self._devices:
+        if not first or not party.founds:
             return self._stand_by()
         with self._watch.peers(), self._watch.during("start"):
-            self._adapter.check(self._config)
-            self._job = self._adapter.start(self._place(self._devices.index(self._member.device)))
+            party.adapter.check(party.course.config)
+            party.job = job = party.adapter.start(party.place(party.course.devices.index(party.member.device)))
             if initial is not None:
-                initial(self._job)
+                initial(job)
+            party.adapter.mark(job)
+            self._pass_gate(0)
         self._watch.phase = "train"
-        return self._job
+        return job
 
     def resize_due(self, job: J) -> bool:
         """Whether a change of layout is announced for the iteration that the job has reached; asks nobody.
 
         A change that was refused is not due again at the same iteration: the job trains on.
         """
+        self._party.adapter.mark(job)  # whatever the loop has done since the step belongs to it
         resize = self._upcoming(job)
         return resize is not None and resize.iteration == job.iteration
 
@@ -160,31 +161,49 @@ class Session(Generic[J]):
                 job is as it was and can train on.
             PeerLost: if a rank is lost meanwhile.
         """
-        resize = self._upcoming(job)
+        resize, party = self._upcoming(job), self._party
         if resize is None or resize.iteration != job.iteration:
             return job
-        phases = Phases()
+        phases, leads = Phases(), party.leads
         try:
             with self._watch.peers():
-                with self._timed(phases, "plan"):
+                with party.timed(phases, "plan"):
                     prepared = self._plan(job, resize)
-                return self._take_part(job, prepared, phases)
+                new = party.take_part(Live(party.adapter, job), prepared, phases)
         except PeerLost:
             raise
-        except ShardshiftError:
+        except ShardshiftError as refused:
             self._refused_at = job.iteration
-            self._settle("train")
+            party.settle("train")
+            if leads:
+                self._resizes.settled(resize, refused)
             raise
+        self._undo.forget()
+        if leads:
+            self._resizes.settled(resize, None)
+        return new
 
     @contextmanager
     def commit_step(self, job: J) -> Iterator[None]:
         """Around the optimizer step: the step counts once it is left without an exception.
 
-        A change of layout that is announced for later is prepared here, once: so the pause need not wait for plans.
+        Before it, all ranks of the job wait for one another, so that nobody steps unless all have their gradients. A
+        change of layout that is announced for later is prepared here, once: so the pause need not wait for plans.
+
+        Raises:
+            Mismatch: on all ranks, if one is at another iteration.
+            PeerLost: if a rank is lost meanwhile.
         """
+        party = self._party
+        with self._watch.peers(), self._watch.during("gate"):
+            self._pass_gate(job.iteration + 1)
+            if self._settings.survive:
+                self._undo.take(job.iteration, kinds_of(party.adapter, job), party.adapter.shards(job))
+        self._whole = False
         with self._watch.during("step"):
             yield
-        self._adapter.advance(job)
+        party.adapter.advance(job)
+        self._whole = True
         resize = self._upcoming(job)
         if self._prepared is None and resize is not None and resize.iteration > job.iteration:
             started_s = time.perf_counter()
@@ -192,166 +211,92 @@ class Session(Generic[J]):
                 prepared = self._prepare(job, resize)
             self._prepared = replace(prepared, ahead_s=time.perf_counter() - started_s)
 
+    def recover(self, job: J | None, error: BaseException) -> J | None:
+        """Go on without the ranks that are lost, from the last whole step. Called by every survivor that trained.
+
+        The survivors agree on the newest step that all of them hold whole, choose a layout for the devices that are
+        left, and move what is needed out of what they hold: at most the step in flight is lost.
+
+        Args:
+            job: this process's; it is consumed.
+            error: what the loss showed as: ``PeerLost``, or what torch raised in forward, backward or optimizer.
+
+        Returns:
+            The job in its new layout; None if this process has no role in it.
+
+        Raises:
+            BaseException: ``error`` itself, if no peer is behind it, or the session was not opened with ``survive``.
+            StateLost: on all survivors, naming what no survivor holds.
+            Infeasible: on all survivors, if no layout fits the devices that are left.
+            PeerLost: if it is this process that the others have given up.
+        """
+        lost = error if isinstance(error, PeerLost) else self._watch.lost(error)
+        if lost is None or not self._settings.survive:
+            raise error
+        self._prepared = None
+        new = recover(self._party, lost, self._undo, job_is_whole=self._whole)
+        self._whole = True
+        self._gate = Gate(self._party.era.control)
+        self._undo.forget()
+        return new
+
+    def _pass_gate(self, next_iteration: int) -> None:
+        """Agree with all ranks to go on, and hear from the lead which change comes next."""
+        party = self._party
+        if party.leads:
+            self._gate.announce(self._resizes.upcoming(next_iteration))
+        assert party.job is not None
+        self._gate.pass_through(party.job.iteration, party.course.lead, leads=party.leads)
+
+    def _stand_by(self) -> J | None:
+        """Follow the job's changes until one gives this process a role, over losses of others if need be."""
+        while True:
+            try:
+                job = self._party.stand_by()
+                self._gate = Gate(self._party.era.control)
+                return job
+            except PeerLost as lost:
+                if not self._settings.survive:
+                    raise
+                self._party.next_era(lost)
+
     def _upcoming(self, job: J) -> Resize | None:
-        """The next change that is announced, unless it changes nothing or was refused."""
-        resize = self._resizes.upcoming(job.iteration)
-        if resize is None or resize.config == job.config or resize.iteration == self._refused_at:
+        """The next change that is announced, unless it is over, changes nothing or was refused."""
+        resize = self._gate.announced
+        if resize is None or resize.iteration < job.iteration:
             return None
-        return resize
+        if resize.config == job.config and resize.usable is None:
+            return None
+        return None if resize.iteration == self._refused_at else resize
 
     def _prepare(self, job: J, resize: Resize) -> Prepared[J]:
-        """Propose (the lead) and derive a change; a refusal is kept for when the change is due."""
-        transition = self._next_transition()
-        derived: Derived[J] | None = None
-        if self._member.device == self._lead:
-            derived = transition.propose(job, self._devices, resize)
-        try:
-            proposal = transition.proposal(self._lead)
-        except PeerLost:
-            raise
-        except ShardshiftError as refused:
-            return Prepared(resize, transition, None, refused)
-        return Prepared(resize, transition, proposal, derived or transition.derive(proposal))
+        party = self._party
+        return party.prepare(Live(party.adapter, job), resize, resize.usable or party.usable())
 
     def _plan(self, job: J, resize: Resize) -> Prepared[J]:
         """What was prepared for the change that is due, if it still holds; else a new plan."""
-        leads = self._member.device == self._lead
+        party = self._party
         prepared, self._prepared = self._prepared, None
         if prepared is not None:
-            if leads:
+            if party.leads:
                 proposal = prepared.proposal
                 stale = proposal is not None and (
-                    proposal.kinds != tuple(map(str, self._adapter.state_kinds(job)))
-                    or not self._control.gone().isdisjoint(proposal.participants)
+                    proposal.kinds != kinds_of(party.adapter, job)
+                    or not party.era.control.gone().isdisjoint(proposal.participants)
                 )
                 prepared.transition.decide(holds=prepared.resize == resize and not stale)
-            if prepared.transition.holds(self._lead):
+            if prepared.transition.holds(party.course.lead):
                 return prepared
         prepared = self._prepare(job, resize)
-        if leads:
+        if party.leads:
             prepared.transition.decide(holds=True)
         return prepared
 
-    def _stand_by(self) -> J | None:
-        """Follow the job's changes until one gives this process a role, or training ends."""
-        while True:
-            self._settle("standby")
-            try:
-                with self._watch.peers():
-                    self._control.stand_by(True)
-                    transition = self._next_transition()
-                    if not self._comes(transition.key("proposal")):
-                        return None
-                    proposal = transition.proposal(self._lead)
-                    concerned = self._member.device in proposal.participants
-                    derived = transition.derive(proposal) if concerned else None
-                    if isinstance(derived, Derived):
-                        transition.make_room(derived)
-                    if not self._comes(transition.key("due")):
-                        return None
-                    if not transition.holds(self._lead):
-                        continue
-                    if derived is not None:
-                        self._control.stand_by(False)
-                        resize = Resize(proposal.iteration, proposal.curr)
-                        return self._take_part(None, Prepared(resize, transition, proposal, derived), Phases())
-                    if transition.outcome():
-                        self._follow(proposal)
-            except PeerLost:
-                raise
-            except ShardshiftError:
-                continue  # refused: those who train have raised it, nothing has changed for this process
-
-    def _comes(self, key: str) -> bool:
-        """Wait for a record; False if training ends before it comes, which ends standing by."""
-        if self._control.await_any([key, _FINISHED]) == key:
-            return True
-        self._control.stand_by(False)
-        return False
-
-    def _take_part(self, job: J | None, prepared: Prepared[J], phases: Phases) -> J | None:
-        """Agree, then do it."""
-        transition, proposal, derived = prepared.transition, prepared.proposal, prepared.derived
-        if proposal is None:
-            assert isinstance(derived, Exception)
-            raise derived  # the lead's refusal
-        self._watch.concern(proposal.participants)
-        with self._timed(phases, "quiesce"):
-            derived = transition.quiesce(job, derived)
-        with self._timed(phases, "agree"):
-            accepted = transition.agree(job, proposal, derived)
-        assert not isinstance(derived, Exception)  # agree has raised it
-        assert self._transport is not None
-        with self._timed(phases, "move", derived.program.work_bytes), self._alone():
-            tensors = transition.move(derived, self._transport)
-        with self._timed(phases, "commit"), self._alone():
-            transition.commit(proposal)
-        with self._timed(phases, "rebuild"), self._alone():
-            self._follow(proposal)
-            self._job = None  # whatever happens from here on, the old job is retired once
-            if job is not None:
-                self._adapter.retire(job)
-            rank = derived.plan.curr.rank_of(self._member.device)
-            if rank is not None:
-                self._job = derived.change.rebuild(self._place(rank), tensors, accepted)
-        self.reports.append(
-            ResizeReport.of(derived.plan, proposal.prev, proposal.curr, proposal.iteration, phases, prepared.ahead_s)
-        )
-        self._watch.phase = "standby" if self._job is None else "train"
-        return self._job
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Where only this rank knows of its error: the others must hear of it, whatever the caller makes of it."""
-        try:
-            yield
-        except Exception as error:
-            if not isinstance(error, PeerLost):
-                self._watch.fail(error)
-            raise
-
-    @property
-    def _lead(self) -> int:
-        return min(self._devices)
-
-    def _follow(self, proposal: Proposal) -> None:
-        """Take note of a committed change."""
-        self._config, self._devices = proposal.curr, proposal.curr_devices
-        self._generation += 1
-        self._watch.concern(self._devices)
-
-    def _settle(self, phase: str) -> None:
-        """Between two changes only the devices that train matter."""
-        self._watch.phase = phase
-        self._watch.concern(self._devices)
-
-    def _next_transition(self) -> Transition[J]:
-        self._attempt += 1
-        return Transition(self._attempt, self._adapter, self._control, self._member.topology, self._settings)
-
-    def _place(self, rank: int) -> Place:
-        store = dist.PrefixStore(f"world/{self._generation}", self._member.store)
-        return Place(store, self._config, rank, self._settings.timeout_s)
-
-    @contextmanager
-    def _timed(self, phases: Phases, name: str, total_bytes: int = 0) -> Iterator[None]:
-        seen = phase(self._settings.sink, self._member.device, name, total_bytes)
-        with self._watch.during(name), phases.phase(name), seen:
-            yield
-
-    def _say(self, text: str) -> None:
-        self._settings.sink(Notice(self._member.device, text, time.perf_counter()))
-
     def _close(self, *, graceful: bool) -> None:
         """Give back threads and groups, in whatever state they are."""
-        job, self._job = self._job, None
-        self._watch.stop()
-        if self._transport is not None:
-            self._transport.close()
-        if job is None:
-            return
+        self._party.era.end()
         try:
-            self._adapter.retire(job)
+            self._party.retire()
         except Exception:
             if graceful:
                 raise  # after a failure the first error matters; groups whose peers are gone may not close cleanly
@@ -369,6 +314,8 @@ def session(
     staging_bytes: int = 64 << 20,
     transport: str = "auto",
     verify: Verify = False,
+    survive: bool = False,
+    layouts: Layouts | None = None,
     sink: Sink = nowhere,
 ) -> Session[J]:
     """Open this process's part in an elastic training job.
@@ -386,6 +333,10 @@ def session(
         staging_bytes: the most that one device stages at any time, for sending and receiving together.
         transport: ``"auto"``: directly within a host where that works, else over gloo; ``"gloo"``: over gloo alone.
         verify: ``"digest"`` (or True): hold each piece that is moved to a digest of what was sent.
+        survive: whether the job outlives ranks that are lost: ``recover`` goes on without them. Each rank keeps a copy of
+            its state in host memory for it, taken anew before each optimizer step.
+        layouts: chooses a configuration for the devices that a loss leaves: called with them and the present
+            configuration. None: as many devices as can be used, as near to the present configuration as can be.
         sink: takes the events of all changes of layout (``shardshift.engine.events``).
 
     Raises:
@@ -396,5 +347,15 @@ def session(
         member or Member.from_launcher(timeout_s=timeout_s),
         ParallelConfig.parse(layout) if isinstance(layout, str) else layout,
         resizes or Script({}),
-        Settings(policy, prefer, timeout_s, staging_bytes, transport, verifies(verify), guarded(sink)),
+        Settings(
+            policy,
+            prefer,
+            timeout_s,
+            staging_bytes,
+            transport,
+            verifies(verify),
+            survive,
+            layouts or nearest(adapter),
+            guarded(sink),
+        ),
     )

@@ -6,7 +6,7 @@ Nothing here touches the running job except to read it: whatever fails, the job 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -21,8 +21,10 @@ from ..plan import Plan, make_plan
 from ..schedule import Program, compile_program, peak_extra_bytes
 from ..transport import Transport
 from ..values import Infeasible, Mismatch, ParallelConfig, PeerLost, PlacedLayout, Shard, ShardshiftError, Topology
+from .nearest import Layouts
 from .proposal import Proposal
 from .resize import Resize
+from .state import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Settings:
         staging_bytes: the most that one device stages at any time.
         transport: see ``session``.
         verify: whether each piece is held to a digest of what was sent.
+        survive: whether the job outlives losses.
+        layouts: chooses a configuration for the devices that a loss leaves.
         sink: takes events.
     """
 
@@ -45,6 +49,8 @@ class Settings:
     staging_bytes: int
     transport: str
     verify: bool
+    survive: bool
+    layouts: Layouts
     sink: Sink
 
 
@@ -70,17 +76,17 @@ class Prepared(Generic[J]):
     """A change of layout that is planned but not carried out.
 
     Attributes:
-        resize: what was announced.
+        resize: what was announced; None for what nobody asked for, after a loss.
         transition: the attempt.
         proposal: the lead's; None if it refused.
-        derived: what this rank derived from it, or what is wrong.
+        derived: what this rank derived from it, or what is wrong; None if it is not concerned.
         ahead_s: seconds that preparing took while training could have gone on; 0 if it was done in the pause.
     """
 
-    resize: Resize
+    resize: Resize | None
     transition: Transition[J]
     proposal: Proposal | None
-    derived: Derived[J] | Exception
+    derived: Derived[J] | Exception | None
     ahead_s: float = 0.0
 
 
@@ -101,35 +107,49 @@ class Transition(Generic[J]):
         """The store's key of one of this attempt's records."""
         return f"change/{self._attempt}/{topic}"
 
-    def propose(self, job: J, devices: Sequence[int], resize: Resize) -> Derived[J] | None:
+    def propose(
+        self,
+        state: State[J],
+        target: ParallelConfig,
+        devices: Sequence[int],
+        *,
+        iteration: int,
+        usable: Sequence[int],
+        lost: Sequence[int] = (),
+        wires: Callable[[Sequence[int]], int],
+    ) -> Derived[J] | None:
         """The lead's part: decide on the pairing and publish it, or the reason why it cannot be.
 
         Args:
-            job: the lead's job, as it is now; it may train on until the change is due.
-            devices: per virtual rank of the job's configuration its device.
-            resize: the change.
+            state: the lead's, as it is now; a job may train on until the change is due.
+            target: the configuration to change to.
+            devices: per virtual rank of the state's configuration its device.
+            iteration: optimizer steps that will be finished when the change is due.
+            usable: the devices that may run a rank of ``target``.
+            lost: devices that are gone.
+            wires: gives the number of the wires among some devices.
 
         Returns:
             What the lead has derived on the way; None if it had to refuse.
         """
-        target = resize.config
         try:
-            if target.world_size > self._topology.devices:
-                raise too_few_devices(target, self._topology.devices)
+            if target.world_size > len(usable):
+                raise too_few_devices(target, len(usable))
             self._adapter.check(target)
-            kinds = tuple(map(str, self._adapter.state_kinds(job)))
-            change = self._adapter.change(job.config, target, kinds=kinds)
-            gone = self._control.gone()
-            usable = [device for device in range(self._topology.devices) if device not in gone]
-            plan = self._plan(change, devices, usable, target, None)
+            change = self._adapter.change(state.config, target, kinds=state.kinds)
+            plan = self._plan(change, devices, usable, target, None, lost)
+            ends = tuple(sorted({*usable, *devices}.difference(lost)))
             proposal = Proposal(
-                job.config,
+                state.config,
                 target,
                 tuple(devices),
                 plan.curr.devices,
                 tuple(usable),
-                resize.iteration,
-                kinds,
+                tuple(lost),
+                wires(ends),
+                ends,
+                iteration,
+                state.kinds,
                 plan.digest,
             )
             derived, wire = self._derived(plan, change), proposal.to_wire()
@@ -139,20 +159,22 @@ class Transition(Generic[J]):
         self._control.publish(self.key("proposal"), wire)
         return derived
 
-    def proposal(self, lead: int) -> Proposal:
-        """The proposal of the device ``lead``.
+    def proposal(self, lead: int, timeout_s: float | None = None) -> Proposal:
+        """The proposal of the device ``lead``, within the job's limit or another one.
 
         Raises:
             ShardshiftError: what the lead refused with.
             PeerLost: if none came.
         """
-        return Proposal.from_wire(self._control.fetch(self.key("proposal"), lead, "plan"))
+        return Proposal.from_wire(self._control.fetch(self.key("proposal"), lead, "plan", timeout_s))
 
     def derive(self, proposal: Proposal) -> Derived[J] | Exception:
         """This rank's own plan; or what is wrong, for ``agree`` to tell."""
         try:
             change = self._adapter.change(proposal.prev, proposal.curr, kinds=proposal.kinds)
-            plan = self._plan(change, proposal.prev_devices, proposal.usable, proposal.curr, proposal.curr_devices)
+            plan = self._plan(
+                change, proposal.prev_devices, proposal.usable, proposal.curr, proposal.curr_devices, proposal.lost
+            )
             if plan.digest != proposal.digest:
                 raise Mismatch(
                     f"device {self._control.device} derives plan {plan.digest}, the lead {proposal.digest}; nothing "
@@ -196,7 +218,7 @@ class Transition(Generic[J]):
         except Exception as error:  # goes to every rank as text
             return error
 
-    def agree(self, job: J | None, proposal: Proposal, derived: Derived[J] | Exception) -> Any:
+    def agree(self, state: State[J] | None, proposal: Proposal, derived: Derived[J] | Exception) -> Any:
         """Say whether this rank is ready, hear whether all are; then the same of what goes along with the tensors.
 
         Returns:
@@ -206,7 +228,7 @@ class Transition(Generic[J]):
             ShardshiftError: the same on every rank, if one was not ready. Nothing has moved.
             PeerLost: if a rank did not come.
         """
-        records = self._gather("agree", proposal, self._ready(job, proposal, derived))
+        records = self._gather("agree", proposal, self._ready(state, proposal, derived))
         assert not isinstance(derived, Exception)  # it was told as a refusal
         if suspects := differing({device: record["copies"] for device, record in records.items()}):
             copies = Copies(derived.plan, self._control.device)
@@ -270,7 +292,7 @@ class Transition(Generic[J]):
         committed = self.key("committed")
         return self._control.await_any([committed, self.key("refused")]) == committed
 
-    def _ready(self, job: J | None, proposal: Proposal, derived: Derived[J] | Exception) -> bytes:
+    def _ready(self, state: State[J] | None, proposal: Proposal, derived: Derived[J] | Exception) -> bytes:
         """This rank's answer; its companions are published before it says yes."""
         if isinstance(derived, Exception):
             return refusal(derived)
@@ -279,21 +301,21 @@ class Transition(Generic[J]):
                 self._check_memory(derived.program, len(proposal.participants))
             records: dict[str, bytes] = {}
             copies: dict[str, int] = {}
-            if job is not None:
-                self._check_position(job, proposal)
-                self._held = dict(derived.change.shards(job))
+            if state is not None:
+                self._check_position(state, proposal)
+                self._held = dict(state.held(derived.change))
                 copies = Copies(derived.plan, self._control.device).digests(self._held)
-                records = self._adapter.companions(job)
+                records = state.companions()
             for name, content in records.items():
                 self._control.publish(self._companion(name), content)
             return to_record(companions=list(records), copies=copies)
         except Exception as error:  # goes to every rank as text
             return refusal(error)
 
-    def _check_position(self, job: J, proposal: Proposal) -> None:
-        if (job.config, job.iteration) != (proposal.prev, proposal.iteration):
+    def _check_position(self, state: State[J], proposal: Proposal) -> None:
+        if (state.config, state.iteration) != (proposal.prev, proposal.iteration):
             raise Mismatch(
-                f"device {self._control.device} is at iteration {job.iteration} of {job.config}, the proposal at "
+                f"device {self._control.device} is at iteration {state.iteration} of {state.config}, the proposal at "
                 f"iteration {proposal.iteration} of {proposal.prev}; what to do: ask resize_due at the same iterations "
                 "on every rank"
             )
@@ -314,13 +336,17 @@ class Transition(Generic[J]):
         usable: Sequence[int],
         target: ParallelConfig,
         placement: Sequence[int] | None,
+        lost: Sequence[int],
     ) -> Plan:
         by_nodes = self._settings.prefer == "nodes"
+        per_node = self._topology.devices_per_node
+        nodes = max(max(*usable, *prev_devices) // per_node + 1, self._topology.nodes)
         return make_plan(
             PlacedLayout(change.prev, tuple(prev_devices)),
             change.curr,
             devices=usable,
-            topology=self._topology,
+            topology=self._topology.with_nodes(nodes),
+            lost=lost,
             placement=placement,
             group_size=target.tp if by_nodes else 1,
             node_worth_bytes=None if by_nodes else 0,

@@ -1,0 +1,41 @@
+"""Which configuration to go on with when devices are lost and nobody says: the nearest that uses the most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from ..adapters import Adapter
+from ..values import Infeasible, ParallelConfig
+
+Layouts: TypeAlias = Callable[[Sequence[int], ParallelConfig], ParallelConfig]
+"""Called with the devices that there are and the present configuration; gives the one to change to, or ``Infeasible``."""
+
+
+def nearest(adapter: Adapter[Any]) -> Layouts:
+    """As many devices as can be used; among such configurations the present TP, then the present PP, then the most DP.
+
+    Other axes stay as they are. TP first: a rank whose TP changes keeps none of its matrices whole.
+    """
+
+    def choose(devices: Sequence[int], present: ParallelConfig) -> ParallelConfig:
+        refusal: Infeasible | None = None
+        for pp, tp, dp in _sizes(len(devices) // present.cp, present):
+            try:
+                config = replace(present, pp=pp, tp=tp, dp=dp)
+                adapter.check(config)
+            except Infeasible as refused:
+                refusal = refusal or refused
+            else:
+                return config
+        raise Infeasible(f"no configuration fits {len(devices)} devices; the first that was tried: {refusal}")
+
+    return choose
+
+
+def _sizes(most: int, present: ParallelConfig) -> list[tuple[int, int, int]]:
+    """(pp, tp, dp) of at most so many ranks, the best first."""
+    sizes = range(1, most + 1)
+    found = [(pp, tp, dp) for pp in sizes for tp in sizes for dp in sizes if pp * tp * dp <= most]
+    return sorted(found, key=lambda at: (-at[0] * at[1] * at[2], at[1] != present.tp, at[0] != present.pp, -at[2]))

@@ -1,0 +1,266 @@
+"""One process's part in changes of layout: plan ahead, take part, stand by. ``session`` describes the phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic
+
+import torch.distributed as dist
+
+from ..adapters import Adapter, Place
+from ..adapters.protocol import J
+from ..coordination import begin_era, current_era, era_store, stands_by
+from ..engine.events import phase
+from ..values import ParallelConfig, PeerLost, ShardshiftError
+from .course import Course
+from .era import Era
+from .member import Member
+from .proposal import Proposal
+from .report import Phases, ResizeReport
+from .resize import Resize
+from .state import State
+from .transition import Derived, Prepared, Settings, Transition
+
+FINISHED = "finished"
+"""Key of the record that ends standing by."""
+
+
+class Party(Generic[J]):
+    """What a session needs to take part in changes, and has for as long as it lives.
+
+    Args:
+        adapter: of the job's framework.
+        member: this process.
+        settings: how changes are carried out.
+        config: the first configuration; devices 0, 1, ... take its ranks.
+
+    Attributes:
+        adapter: of the job's framework.
+        member: this process.
+        settings: how changes are carried out.
+        course: where the job stands.
+        founds: whether this process is one of those that the job begins with.
+        era: of the present; another one after each loss.
+        job: this process's, while it trains.
+        severed: whether the job's world is gone.
+        stood_by: the devices that stood by when the last era ended.
+        reports: one for each change that this process took part in.
+    """
+
+    def __init__(self, adapter: Adapter[J], member: Member, settings: Settings, config: ParallelConfig) -> None:
+        self.adapter, self.member, self.settings = adapter, member, settings
+        number = current_era(member.store)
+        came = Course.read(era_store(member.store, number))
+        self.course = came or Course(config, tuple(range(config.world_size)))
+        self.founds = came is None and member.device in self.course.devices
+        self.era = Era(number, member, settings, tuple(member.founders))
+        self.job: J | None = None
+        self.severed = False
+        self.stood_by: tuple[int, ...] = ()
+        self.reports: list[ResizeReport] = []
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for the job."""
+        return self.member.device == self.course.lead
+
+    def prepare(self, state: State[J] | None, resize: Resize | None, usable: Sequence[int]) -> Prepared[J]:
+        """Propose (the lead) and derive a change; a refusal is kept for when the change is due.
+
+        Args:
+            state: what this process has; None where it trains not.
+            resize: the change.
+            usable: for the lead: the devices that may run ranks.
+        """
+        transition = self.next_transition()
+        derived: Derived[J] | None = None
+        if self.leads and resize is not None:
+            assert state is not None
+            derived = transition.propose(
+                state,
+                resize.config,
+                self.course.devices,
+                iteration=resize.iteration,
+                usable=usable,
+                wires=self.era.next_wires,
+            )
+        try:
+            proposal = transition.proposal(self.course.lead)
+        except PeerLost:
+            raise
+        except ShardshiftError as refused:
+            return Prepared(resize, transition, None, refused)
+        return self.derive(resize, transition, proposal, derived)
+
+    def derive(
+        self,
+        resize: Resize | None,
+        transition: Transition[J],
+        proposal: Proposal,
+        derived: Derived[J] | None = None,
+        *,
+        concerned: bool = True,
+    ) -> Prepared[J]:
+        """The wires for a proposal; and this process's own plan of it, if it is concerned."""
+        if self.member.device in proposal.ends:
+            self.era.join(proposal.wires, proposal.ends)
+        return Prepared(resize, transition, proposal, derived or (transition.derive(proposal) if concerned else None))
+
+    def take_part(self, state: State[J] | None, prepared: Prepared[J], phases: Phases) -> J | None:
+        """Agree, then do it. The job that this process has, if any, is consumed once all have committed.
+
+        Returns:
+            The job in the new layout; None if this process has no role in it.
+        """
+        transition, proposal, derived = prepared.transition, prepared.proposal, prepared.derived
+        if proposal is None:
+            assert isinstance(derived, Exception)
+            raise derived  # the lead's refusal
+        assert derived is not None
+        self.era.watch.concern(proposal.participants)
+        if self.job is not None and not self.severed:
+            with self.timed(phases, "quiesce"):
+                derived = transition.quiesce(self.job, derived)
+        with self.timed(phases, "agree"):
+            accepted = transition.agree(state, proposal, derived)
+        assert not isinstance(derived, Exception)  # agree has raised it
+        with self.timed(phases, "move", derived.program.work_bytes), self._alone():
+            tensors = transition.move(derived, self.era.wires)
+        with self.timed(phases, "commit"), self._alone():
+            transition.commit(proposal)
+        with self.timed(phases, "rebuild"), self._alone():
+            self.follow(proposal)
+            self.retire()
+            rank = derived.plan.curr.rank_of(self.member.device)
+            if rank is not None:
+                self.job = derived.change.rebuild(self.place(rank), tensors, accepted)
+        self.reports.append(ResizeReport.of(derived.plan, proposal, phases, prepared.ahead_s))
+        self.era.watch.phase = "standby" if self.job is None else "train"
+        return self.job
+
+    def stand_by(self) -> J | None:
+        """Follow the job's changes until one gives this process a role, or training ends."""
+        while True:
+            self.settle("standby")
+            control = self.era.control
+            try:
+                with self.era.watch.peers():
+                    control.stand_by(True)
+                    transition = self.next_transition()
+                    if not self._comes(transition.key("proposal")):
+                        return None
+                    proposal = transition.proposal(self.course.lead)
+                    concerned = self.member.device in proposal.participants
+                    prepared = self.derive(None, transition, proposal, concerned=concerned)
+                    if isinstance(prepared.derived, Derived):
+                        transition.make_room(prepared.derived)
+                    if not self._comes(transition.key("due")):
+                        return None
+                    if not transition.holds(self.course.lead):
+                        continue
+                    if concerned:
+                        control.stand_by(False)
+                        return self.take_part(None, prepared, Phases())
+                    if transition.outcome():
+                        self.follow(proposal)
+            except PeerLost:
+                raise
+            except ShardshiftError:
+                continue  # refused: those who train have raised it, nothing has changed for this process
+
+    def _comes(self, key: str) -> bool:
+        """Wait for a record; False if training ends before it comes, which ends standing by."""
+        if self.era.control.await_any([key, FINISHED]) == key:
+            return True
+        self.era.control.stand_by(False)
+        return False
+
+    def retire(self) -> None:
+        """Leave the old job's world, if there is one: whatever happens from here on, it is retired once."""
+        (job, self.job), (severed, self.severed) = (self.job, None), (self.severed, False)
+        if job is None:
+            return
+        if severed:
+            self.adapter.abandon(job)
+        else:
+            self.adapter.retire(job)
+
+    def follow(self, proposal: Proposal) -> None:
+        """Take note of a committed change."""
+        self.course.follow(proposal)
+        if self.leads:
+            self.course.publish(self.era.control.store)
+        self.era.watch.concern(self.course.devices)
+
+    def devices(self) -> set[int]:
+        """Every device that is known: who trains, who founded the job, who joined it."""
+        return {*self.course.devices, *self.member.founders, *self.joined()} - {*self.course.lost}
+
+    def joined(self) -> set[int]:
+        """Devices that came while the job ran, and have not left."""
+        return set()
+
+    def usable(self) -> list[int]:
+        """The devices that may run ranks: those that train or stand by.
+
+        Founders need not have said that they stand by: they were there when the era began.
+        """
+        control = self.era.control
+        idle = self.devices().difference(self.course.devices)
+        if self.era.number:
+            idle = {device for device in idle if stands_by(control.store, device)}
+        return sorted({*self.course.living, *idle} - control.gone())
+
+    def next_era(self, lost: PeerLost) -> None:
+        """Leave an era that has failed for the next one.
+
+        Raises:
+            PeerLost: as it is, if nobody knows who is lost, or the others have given up this process.
+        """
+        if not lost.ranks or self.member.device in lost.ranks:
+            raise lost
+        old = self.era
+        idle = self.devices().difference(self.course.devices, lost.ranks, old.control.gone())
+        self.stood_by = tuple(sorted(device for device in idle if stands_by(old.control.store, device)))
+        old.end()
+        self.course.mourn(lost.ranks)
+        if not self.course.living:
+            raise lost
+        self.course.publish(begin_era(self.member.store, old.number, lost.ranks))
+        old.close()
+        self.era = Era(old.number + 1, self.member, self.settings, self.course.living)
+        self.era.start()
+        self.era.watch.concern(self.course.living)
+
+    def settle(self, phase: str) -> None:
+        """Between two changes only the devices that train matter."""
+        self.era.watch.phase = phase
+        self.era.watch.concern(self.course.living)
+
+    def next_transition(self) -> Transition[J]:
+        """The next attempt to change the layout."""
+        self.course.attempt += 1
+        return Transition(self.course.attempt, self.adapter, self.era.control, self.member.topology, self.settings)
+
+    def place(self, rank: int) -> Place:
+        """Where this process stands in the present generation."""
+        store = dist.PrefixStore(f"world/{self.era.number}/{self.course.generation}", self.member.store)
+        return Place(store, self.course.config, rank, self.settings.timeout_s)
+
+    @contextmanager
+    def timed(self, phases: Phases, name: str, total_bytes: int = 0) -> Iterator[None]:
+        """Be in a phase of a change."""
+        seen = phase(self.settings.sink, self.member.device, name, total_bytes)
+        with self.era.watch.during(name), phases.phase(name), seen:
+            yield
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Where only this rank knows of its error: the others must hear of it, whatever the caller makes of it."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, PeerLost):
+                self.era.watch.fail(error)
+            raise
