@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.elastic.toy import Fault, Outcome, Recipe, play
+from tests.elastic.toy import Fault, Outcome, Recipe, play, running
 
 from shardshift.values import PeerLost, StateLost
 
@@ -34,12 +34,86 @@ def assert_went_on(outcome: Outcome, lost: set[int], survivors: set[int], iterat
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("lost", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("where", "iterations"),
-    [("forward", {2}), ("gate passed", {2}), ("half", {2}), ("norm", {2}), ("stepped", {2}), ("committed", {3})],
+    ("lost", "where", "at"),
+    [
+        (0, "forward", 2),
+        (3, "gate passed", 2),
+        (0, "half", 2),
+        (1, "norm", 2),
+        (3, "stepped", 2),
+        (1, "committed", 3),
+    ],
 )
-def test_the_rest_goes_on_from_the_last_whole_step(lost: int, where: str, iterations: set[int]) -> None:
-    at = 3 if where == "committed" else 2
+def test_the_rest_goes_on_from_the_last_whole_step(lost: int, where: str, at: int) -> None:
     outcome = survive(4, "pp2dp2", Fault(lost, where, "kill", at))
-    assert_went_on(outcome, {lost}, {0, 1, 2, 3} - {lost}, iterations)
+    assert_went_on(outcome, {lost}, {0, 1, 2, 3} - {lost}, {at})
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("lost", "where"),
+    [(0, "plan"), (3, "quiesce"), (0, "agree"), (3, "accept"), (0, "move"), (3, "commit"), (0, "rebuild")],
+)
+def test_a_loss_in_a_change_leaves_the_old_state_or_the_new_one(lost: int, where: str) -> None:
+    at = 1 if where == "plan" else 2  # it is planned ahead
+    outcome = survive(4, "pp2dp2", Fault(lost, where, "kill", at), changes={2: "dp4"})
+    assert_went_on(outcome, {lost}, {0, 1, 2, 3} - {lost}, {at})
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("where", ["half", "move"])
+def test_a_rank_that_hangs_is_given_up(where: str) -> None:
+    recipe = Recipe("pp2dp2", {2: "dp4"}, STEPS, (Fault(1, where, "stop", 2),), TIMEOUT_S, survive=True, sharded=False)
+    outcome = Outcome({device: [] for device in range(4)}, None)
+    with running(4, recipe) as job:
+        for device, message in job.messages():
+            outcome.messages[device].append(message)
+            if len(outcome.told("end")) == 3:
+                break
+    assert_went_on(outcome, {1}, {0, 2, 3}, {2})
+
+
+@pytest.mark.timeout(60)
+def test_a_standby_takes_the_place() -> None:
+    outcome = survive(5, "pp2dp2", Fault(1, "half", "kill", 2))
+    assert_went_on(outcome, {1}, {0, 2, 3}, {2})
+    assert {layout for ((_, layout, _),) in outcome.told("done").values()} == {"pp2tp1dp2"}
+    assert outcome.told("done").keys() == {0, 2, 3, 4}
+
+
+@pytest.mark.timeout(60)
+def test_a_node_that_is_lost_takes_several_ranks_along() -> None:
+    outcome = survive(6, "pp2dp3", Fault(1, "half", "kill", 2), Fault(4, "half", "kill", 2))
+    assert_went_on(outcome, {1, 4}, {0, 2, 3, 5}, {2})
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("where", ["alone", "move", "commit", "rebuild"])
+def test_another_loss_while_the_job_recovers(where: str) -> None:
+    """Device 5 is lost in the recovery from the loss of device 1: there the phases come at iteration 2 again."""
+    outcome = survive(6, "pp2dp3", Fault(1, "half", "kill", 2), Fault(5, where, "kill", 2))
+    assert_went_on(outcome, {1, 5}, {0, 2, 3, 4}, {2})
+
+
+@pytest.mark.timeout(60)
+def test_losses_one_after_the_other_until_one_is_left() -> None:
+    faults = [Fault(0, "forward", "kill", 1), Fault(3, "norm", "kill", 2), Fault(1, "gate passed", "kill", 3)]
+    outcome = survive(4, "dp4", *faults)
+    assert outcome.error is None
+    assert outcome.told("done") == {2: [(STEPS, "pp1tp1dp1", True)]}
+    assert [told[0] for told in outcome.told("recovered")[2]] == [(0,), (3,), (1,)]
+
+
+@pytest.mark.timeout(60)
+def test_state_that_nobody_holds_any_more_is_named_on_all_survivors() -> None:
+    outcome = survive(4, "pp2dp2", Fault(1, "half", "kill", 2), sharded=True)
+    assert isinstance(outcome.error, StateLost)
+    assert "exp_avg" in str(outcome.error)
+    assert outcome.told("done") == {}
+
+
+@pytest.mark.timeout(60)
+def test_a_job_that_was_not_opened_to_survive_ends_with_the_loss() -> None:
+    recipe = Recipe("pp2dp2", {}, STEPS, (Fault(1, "step", "kill", 2),), TIMEOUT_S)
+    assert isinstance(play(4, recipe).error, PeerLost)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from tests.unit.strategies import Model, Rule, even_split, grid_layout, inside
 
 from shardshift.adapters import Place
+from shardshift.adapters.megatron.sockets import Sockets
 from shardshift.coordination import Control, era_store
 from shardshift.elastic import LocalJob, Member, Script, session
 from shardshift.elastic.session import Session
@@ -134,6 +135,7 @@ class ToyAdapter:
     built: int = 0
     count_at: tuple[int, ...] = ()
     model: Model = MODEL
+    sockets: Sockets | None = None
 
     def at(self, where: str) -> None:
         """Commit this device's fault, if it has one here."""
@@ -171,10 +173,12 @@ class ToyAdapter:
 
     def _enter(self, place: Place) -> None:
         self.built += 1
+        self.sockets = Sockets()
         timeout = timedelta(seconds=place.timeout_s)
         dist.init_process_group(
             "gloo", store=place.store, rank=place.rank, world_size=place.config.world_size, timeout=timeout
         )
+        self.sockets.note()
 
     def change(self, prev: ParallelConfig, curr: ParallelConfig, *, kinds: Sequence[str]) -> ToyChange:
         self.at("plan")
@@ -209,23 +213,22 @@ class ToyAdapter:
         return True
 
     def sever(self, job: ToyJob) -> None:
-        self.at("sever")
-        dist.destroy_process_group()
+        assert self.sockets is not None
+        self.sockets.cut()
 
     def rewind(self, job: ToyJob, iteration: int) -> None:
         job.iteration = iteration
         self.iteration = iteration
 
     def alone(self, job: ToyJob, iteration: int) -> dict[str, bytes]:
+        self.at("alone")
         return {f"alone/{job.rank}": str(iteration).encode()}
-
-    def abandon(self, job: ToyJob) -> None:
-        assert not job.retired
-        job.retired = True
-        self.retired += 1
 
     def retire(self, job: ToyJob) -> None:
         self.at("retire")
+        self.abandon(job)
+
+    def abandon(self, job: ToyJob) -> None:
         assert not job.retired, "a job is retired once"
         job.retired = True
         self.retired += 1
@@ -246,6 +249,14 @@ class ToyChange:
             raise Mismatch(f"rank {job.rank} holds something else; ordered by the test")
         return job.tensors
 
+    def of_kept(self, kept: Mapping[Shard, torch.Tensor]) -> Mapping[Shard, torch.Tensor]:
+        return kept
+
+    def moved(
+        self, rank: int, tensors: Mapping[Shard, torch.Tensor], accepted: int
+    ) -> tuple[dict[Shard, torch.Tensor], dict[str, bytes]]:
+        return dict(tensors), {f"alone/{rank}": str(accepted).encode()}
+
     def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
         self.adapter.at("allocate")
         return torch.full(shard.region.shape, float("nan"), dtype=torch.float64)
@@ -257,7 +268,13 @@ class ToyChange:
 
     def rebuild(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: int) -> ToyJob:
         self.adapter.at("rebuild")
-        self.adapter._enter(place)
+        try:
+            self.adapter._enter(place)
+        except Exception:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self.adapter.retired += 1
+            raise
         job = ToyJob(place.config, place.rank, dict(tensors), accepted)
         assert set(job.tensors) == set(self.adapter.layout_of(place.config).shards(place.rank))
         self.adapter.iteration = job.iteration
@@ -375,7 +392,10 @@ def surviving_turn(
     """A change of layout or a step with faults in all of its places; after a loss, what is left goes on."""
     try:
         if elastic.resize_due(job):
-            return elastic.resize(job)
+            try:
+                return elastic.resize(job)
+            except Infeasible:
+                return job  # too few devices are left
         adapter.at("forward")
         job.meet()
         with elastic.commit_step(job):

@@ -118,7 +118,7 @@ def train_through_changes(send: Send) -> None:
                 optimizer_step(job)
             if elastic.resize_due(job):
                 job = elastic.resize(job)
-                left: Any = elastic._adapter
+                left: Any = elastic._party.adapter
                 left._leaving.wait()  # groups go in threads of their own while the next world trains
                 counts = {  # before the collector runs: nothing may depend on it
                     "files": len(os.listdir("/proc/self/fd")),

@@ -23,7 +23,7 @@ import torch
 from tests.megatron.harness import TIMEOUT_S, Scenario, Send, initialise, open_session, run_processes
 from tests.megatron.training import Training, optimizer_step, train_step, training
 
-from shardshift import ParallelConfig, Resize, Session
+from shardshift import ParallelConfig, Resize, Session, ShardshiftError
 from shardshift.adapters.megatron import Job
 from shardshift.demo import oracle
 from shardshift.elastic import LocalJob
@@ -137,6 +137,8 @@ class Walk:
 class Steps:
     """Announces the next configuration of a walk once the job is in the one before it, and has trained if it is to."""
 
+    alike = True
+
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
         self.session: Session[Job] | None = None
@@ -145,11 +147,14 @@ class Steps:
     def changes(self) -> int:
         """Changes that are over."""
         assert self.session is not None
-        return self.session._generation
+        return self.session._party.course.generation
 
     def trains(self, iteration: int) -> bool:
         """Whether a step of training comes next."""
         return iteration < (self.changes + 1) // STEP_EVERY
+
+    def settled(self, resize: Resize, refusal: ShardshiftError | None) -> None:
+        """A walk goes on."""
 
     def upcoming(self, iteration: int) -> Resize | None:
         """The next change, if the job is where it is due."""

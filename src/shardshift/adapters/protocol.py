@@ -102,6 +102,18 @@ class Change(Protocol[J]):
             Mismatch: if the live tensors are not what ``prev`` says.
         """
 
+    def of_kept(self, kept: Mapping[Shard, torch.Tensor]) -> Mapping[Shard, torch.Tensor]:
+        """Tensors as ``Adapter.shards`` gives them, by shard of ``prev``, as views without padding."""
+
+    def moved(
+        self, rank: int, tensors: Mapping[Shard, torch.Tensor], accepted: Any
+    ) -> tuple[Mapping[Shard, torch.Tensor], dict[str, bytes]]:
+        """What a rank of ``curr`` has once all have committed, whether or not its job gets built.
+
+        Returns:
+            Tensors as ``Adapter.shards`` will give them, and companions as ``Adapter.alone`` will.
+        """
+
     def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
         """Memory for a shard of a rank of ``curr``: a view of the region's shape, padding around it zero."""
 
@@ -118,7 +130,7 @@ class Change(Protocol[J]):
     def rebuild(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: Any) -> J:
         """Enter the world of the new generation and build the job there around tensors that are in place.
 
-        The tensors are the adapter's from here on: it may take them out of ``tensors``.
+        The tensors are the adapter's from here on: it may take them out of ``tensors``. If it fails, no world is left.
         """
 
 
@@ -185,11 +197,12 @@ class Adapter(Protocol[J]):
     def sever(self, job: J) -> None:
         """Cut the job off from its world after a loss, waiting for nobody: what is under way there ends with an error.
 
-        Others that wait for this rank wake up. The job stays readable.
+        Others that wait for this rank wake up. The job stays readable. May be called again, and from another thread,
+        while the job's own waits in a collective.
         """
 
     def rewind(self, job: J, iteration: int) -> None:
-        """Make a severed job's counts and buffers those that were marked at an iteration; its shards are the session's."""
+        """Make a severed job's counts and buffers those of a marked iteration; its shards the session restores."""
 
     def alone(self, job: J, iteration: int) -> dict[str, bytes]:
         """The companions of a marked iteration that this rank can give without asking anybody.

@@ -17,8 +17,9 @@ from rich.console import Console
 
 from ..plan.methods import Method
 from ..plan.summary import STAGING_BYTES
-from ..values import Infeasible, ShardshiftError, StateLost
+from ..values import Infeasible, ParallelConfig, ShardshiftError, StateLost
 from . import options
+from . import run as launch
 
 INFEASIBLE: Final = 3
 """Exit status where something asked for cannot be (lost state included); 1: any other failure, 2: wrong usage."""
@@ -31,6 +32,11 @@ _DEMO_STEPS, _QUICK_STEPS = 60, 10
 _Trace = Annotated[
     Path | None,
     typer.Option(help="Write a Perfetto trace of the changes of layout into this file.", show_default=False),
+]
+_Job = Annotated[str, typer.Argument(help="Its name, as 'shardshift run' gave it.", show_default=False)]
+_RuntimeDir = Annotated[
+    Path | None,
+    typer.Option(help="Where running jobs leave their files.", show_default="$XDG_RUNTIME_DIR/shardshift"),
 ]
 
 app = typer.Typer(
@@ -67,6 +73,69 @@ def demo(
         print(json.dumps(report.to_json()))
     if not report.passed:
         raise typer.Exit(1)
+
+
+@app.command(
+    context_settings=launch.SETTINGS,
+    epilog="Exit status: 0 done or left, 2 wrong usage, 3 it cannot be, 128 + a signal that ended it, 1 anything else.",
+)
+def run(
+    script: launch.Script,
+    arguments: launch.ScriptArguments = None,
+    nnodes: launch.Nodes = "1",
+    nproc_per_node: launch.ProcessesPerNode = "1",
+    rdzv_endpoint: launch.Endpoint = None,
+    job_name: launch.JobName = None,
+    rdzv_backend: launch.Backend = "c10d",
+    rdzv_conf: launch.Hosts = "",
+    standalone: launch.Standalone = False,
+    module: launch.Module = False,
+    no_python: launch.NoPython = False,
+    max_restarts: launch.Restarts = 0,
+    role: launch.Role = "default",
+    log_dir: launch.LogDir = None,
+    redirects: launch.Redirects = "0",
+    tee: launch.Tee = "0",
+    local_ranks_filter: launch.RanksFilter = None,
+    grace_s: launch.Grace = 30.0,
+    control: launch.ControlAddress = "127.0.0.1:0",
+    runtime_dir: launch.RuntimeDir = None,
+    timeout_s: launch.Timeout = 600.0,
+) -> None:
+    """Start this node's workers as torchrun does, or let them join a job that runs; none is ever started again."""
+    status = launch.run_node(launch.Asked(**locals() | {"arguments": arguments or ()}))
+    if status:
+        raise typer.Exit(status)
+
+
+@app.command(epilog=_EXITS)
+def resize(
+    job: _Job,
+    to: Annotated[str | None, typer.Option(help="Layout to change to, e.g. pp4tp2dp1.", show_default=False)] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices to use; the job's policy chooses the layout.", show_default=False)
+    ] = None,
+    wait: Annotated[bool, typer.Option(help="Wait until it is done or refused.")] = True,
+    timeout: Annotated[float, typer.Option(min=0, help="How long to wait, in s.")] = 600.0,
+    runtime_dir: _RuntimeDir = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Ask a running job to change its layout; requests are served in order, between two steps."""
+    if (to is None) == (devices is None):
+        raise typer.BadParameter("give one of --to and --devices")
+    from ..elastic.operating.request import Request
+    from .control import ask_resize, runtime_folder
+
+    request = Request(to=None if to is None else ParallelConfig.parse(to), devices=devices)
+    ask_resize(job, request, runtime_folder(runtime_dir), wait=wait, timeout_s=timeout, as_json=as_json)
+
+
+@app.command(epilog=_EXITS)
+def status(job: _Job, runtime_dir: _RuntimeDir = None, as_json: options.AsJson = False) -> None:
+    """Show how a running job stands: layout, devices, steps, the last change, what it outlives."""
+    from .control import print_status, runtime_folder
+
+    print_status(job, runtime_folder(runtime_dir), as_json=as_json)
 
 
 @app.command(epilog=_EXITS)

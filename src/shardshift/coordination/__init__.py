@@ -6,7 +6,7 @@ from .control import Control
 from .eras import begin_era, current_era, era_store, lost_before
 from .failure import record_failure, record_loss, stands_by
 from .pulse import Pulse, as_peer_lost
-from .signs import diagnose
+from .signs import any_beats, diagnose
 from .watch import Watch
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Control",
     "Pulse",
     "Watch",
+    "any_beats",
     "as_peer_lost",
     "begin_era",
     "current_era",

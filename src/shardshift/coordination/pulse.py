@@ -6,7 +6,8 @@ nothing. Both stop counting up their beat in the store. The thread
 1. counts up this process's beat every ``interval_s``;
 2. watches the beats of the next few members after this one in ring order, so that a job of n processes costs
    the store O(n) reads, and each member is watched by several;
-3. records a failure when a watched beat stands still for ``timeout_s``.
+3. records a failure when a watched beat stands still for ``timeout_s``;
+4. tells once of a failure that anybody has recorded: the main thread may be waiting in a collective that never ends.
 
 Detecting by communicator errors alone was rejected: a survivor learns from them that something broke, but hardly ever
 which rank did. What a beat says is in ``signs``.
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from ..transport import TransportError
 from ..values import PeerLost
 from .control import Control
-from .failure import record_failure
+from .failure import record_failure, recorded_failure
 from .signs import INTERVAL_S, Beats, diagnose, show
 
 _WATCHED: Final = 3
@@ -38,13 +39,22 @@ class Pulse:
         device: this process's id.
         timeout_s: how long a watched beat may stand still.
         phase: tells what this process is doing, for the record of a failure.
+        failed: called once, in the thread, when a failure is recorded.
     """
 
-    def __init__(self, store: dist.Store, device: int, timeout_s: float, phase: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        device: int,
+        timeout_s: float,
+        phase: Callable[[], str],
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._store = store
         self._device = device
         self._timeout_s = timeout_s
         self._phase = phase
+        self._failed = failed
         self._members: tuple[int, ...] = ()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardshift-pulse", daemon=True)
@@ -74,6 +84,8 @@ class Pulse:
                 if silent := [device for device, still_s in beats.still_s().items() if still_s > self._timeout_s]:
                     reason = f"gave no sign of life for {self._timeout_s:.0f} s"
                     record_failure(self._store, silent, self._phase(), reason)
+                if recorded_failure(self._store) is not None:
+                    self._failed()
                     return
         except dist.DistError:
             return  # the store is gone, so the job is over; whoever uses it raises for itself

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -28,14 +28,15 @@ class Watch:
     Args:
         control: this process's end of the control plane; its store is cloned for the pulse's thread.
         devices: whose loss is this process's loss too, until ``concern`` says otherwise.
+        failed: called once, in another thread, when a failure is recorded.
     """
 
-    def __init__(self, control: Control, devices: Iterable[int]) -> None:
+    def __init__(self, control: Control, devices: Iterable[int], failed: Callable[[], None] = lambda: None) -> None:
         self._control = control
         self._doing = doing = _Doing()
         self._concerned = tuple(devices)
         self._store = control.store.clone()  # type: ignore[attr-defined]  # the stub lacks it
-        self._pulse = Pulse(self._store, control.device, control.timeout_s, lambda: doing.phase)
+        self._pulse = Pulse(self._store, control.device, control.timeout_s, lambda: doing.phase, failed)
 
     @property
     def phase(self) -> str:

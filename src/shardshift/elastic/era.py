@@ -8,7 +8,7 @@ joins, all changes go over one set, and a set for a joiner is made while trainin
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -27,6 +27,7 @@ class Era:
         member: this process.
         settings: of the session.
         concerned: the devices whose loss is this process's loss, until the watch is told otherwise.
+        failed: called once, in another thread, when the era has failed.
 
     Attributes:
         number: of the era.
@@ -36,12 +37,14 @@ class Era:
         ends: the devices that they join.
     """
 
-    def __init__(self, number: int, member: Member, settings: Settings, concerned: Sequence[int]) -> None:
+    def __init__(
+        self, number: int, member: Member, settings: Settings, concerned: Sequence[int], failed: Callable[[], None]
+    ) -> None:
         self.number = number
         self._settings = settings
         self._store = era_store(member.store, number)
         self.control = Control(AnsweringStore.over(self._store, settings.timeout_s), member.device, settings.timeout_s)
-        self.watch = Watch(self.control, concerned)
+        self.watch = Watch(self.control, concerned, failed)
         self.wires_number = -1
         self.ends: tuple[int, ...] = ()
         self._wires: Transport | None = None

@@ -63,8 +63,8 @@ class Gate:
         # The mean of the squares is the square of the mean only where all are equal.
         if squares * ranks != total * total:
             raise Mismatch(
-                f"ranks are at different iterations, on average {total / ranks:g}, this one at {iteration}; no step was "
-                "taken. What to do: call commit_step once for each step, on every rank"
+                f"ranks are at different iterations, on average {total / ranks:g}, this one at {iteration}; no step "
+                "was taken. What to do: call commit_step once for each step, on every rank"
             )
         if newest > self._known:
             record = opened(self._control.fetch(_key(newest), lead, "gate"))

@@ -10,7 +10,7 @@ from ..adapters import Adapter
 from ..values import Infeasible, ParallelConfig
 
 Layouts: TypeAlias = Callable[[Sequence[int], ParallelConfig], ParallelConfig]
-"""Called with the devices that there are and the present configuration; gives the one to change to, or ``Infeasible``."""
+"""Called with the devices that there are and the present configuration; gives the next one, or ``Infeasible``."""
 
 
 def nearest(adapter: Adapter[Any]) -> Layouts:

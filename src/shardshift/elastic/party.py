@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic
+from typing import Final, Generic
 
 import torch.distributed as dist
 
 from ..adapters import Adapter, Place
 from ..adapters.protocol import J
-from ..coordination import begin_era, current_era, era_store, stands_by
+from ..coordination import any_beats, begin_era, current_era, era_store, lost_before, record_failure, stands_by
 from ..engine.events import phase
 from ..values import ParallelConfig, PeerLost, ShardshiftError
 from .course import Course
@@ -19,11 +19,14 @@ from .member import Member
 from .proposal import Proposal
 from .report import Phases, ResizeReport
 from .resize import Resize
-from .state import State
+from .state import Kept, State
 from .transition import Derived, Prepared, Settings, Transition
 
-FINISHED = "finished"
+FINISHED: Final = "finished"
 """Key of the record that ends standing by."""
+PATIENCE: Final = 3
+"""So many times the job's limit a survivor may take to come to a recovery: it may be waiting for the lost one in a
+collective, and then in an agreement."""
 
 
 class Party(Generic[J]):
@@ -44,7 +47,9 @@ class Party(Generic[J]):
         era: of the present; another one after each loss.
         job: this process's, while it trains.
         severed: whether the job's world is gone.
+        moved: this process's state in the new layout, from the commit until the job is built around it.
         stood_by: the devices that stood by when the last era ended.
+        gone: the devices that were lost so far.
         reports: one for each change that this process took part in.
     """
 
@@ -54,10 +59,12 @@ class Party(Generic[J]):
         came = Course.read(era_store(member.store, number))
         self.course = came or Course(config, tuple(range(config.world_size)))
         self.founds = came is None and member.device in self.course.devices
-        self.era = Era(number, member, settings, tuple(member.founders))
+        self.era = Era(number, member, settings, tuple(member.founders), self._cut_off)
         self.job: J | None = None
         self.severed = False
+        self.moved: Kept[J] | None = None
         self.stood_by: tuple[int, ...] = ()
+        self.gone: set[int] = lost_before(era_store(member.store, number))
         self.reports: list[ResizeReport] = []
 
     @property
@@ -131,10 +138,14 @@ class Party(Generic[J]):
             transition.commit(proposal)
         with self.timed(phases, "rebuild"), self._alone():
             self.follow(proposal)
-            self.retire()
             rank = derived.plan.curr.rank_of(self.member.device)
+            if rank is not None and self.settings.survive:
+                kept, records = derived.change.moved(rank, tensors, accepted)
+                self.moved = Kept(proposal.curr, proposal.iteration, proposal.kinds, kept, records)
+            self.retire()
             if rank is not None:
                 self.job = derived.change.rebuild(self.place(rank), tensors, accepted)
+            self.moved = None
         self.reports.append(ResizeReport.of(derived.plan, proposal, phases, prepared.ahead_s))
         self.era.watch.phase = "standby" if self.job is None else "train"
         return self.job
@@ -148,6 +159,8 @@ class Party(Generic[J]):
                 with self.era.watch.peers():
                     control.stand_by(True)
                     transition = self.next_transition()
+                    if self.course.lost:
+                        self._await_recovery(transition)
                     if not self._comes(transition.key("proposal")):
                         return None
                     proposal = transition.proposal(self.course.lead)
@@ -168,6 +181,19 @@ class Party(Generic[J]):
                 raise
             except ShardshiftError:
                 continue  # refused: those who train have raised it, nothing has changed for this process
+
+    def _await_recovery(self, transition: Transition[J]) -> None:
+        """Wait for the first proposal of an era that began with a loss. Nobody owes it to this process but survivors.
+
+        Raises:
+            PeerLost: if none comes.
+        """
+        control, lead = self.era.control, self.course.lead
+        limit_s = (PATIENCE + 1) * control.timeout_s
+        if not control.comes(transition.key("proposal"), limit_s):
+            reason = f"did not recover the job within {limit_s:.0f} s"
+            silent = [device for device in self.course.living if not any_beats(control.store, [device])]
+            raise record_failure(control.store, silent or [lead], "recover", reason)
 
     def _comes(self, key: str) -> bool:
         """Wait for a record; False if training ends before it comes, which ends standing by."""
@@ -195,7 +221,7 @@ class Party(Generic[J]):
 
     def devices(self) -> set[int]:
         """Every device that is known: who trains, who founded the job, who joined it."""
-        return {*self.course.devices, *self.member.founders, *self.joined()} - {*self.course.lost}
+        return {*self.course.devices, *self.member.founders, *self.joined()} - self.gone
 
     def joined(self) -> set[int]:
         """Devices that came while the job ran, and have not left."""
@@ -224,14 +250,21 @@ class Party(Generic[J]):
         idle = self.devices().difference(self.course.devices, lost.ranks, old.control.gone())
         self.stood_by = tuple(sorted(device for device in idle if stands_by(old.control.store, device)))
         old.end()
+        self.gone.update(lost.ranks)
         self.course.mourn(lost.ranks)
         if not self.course.living:
             raise lost
         self.course.publish(begin_era(self.member.store, old.number, lost.ranks))
         old.close()
-        self.era = Era(old.number + 1, self.member, self.settings, self.course.living)
+        self.era = Era(old.number + 1, self.member, self.settings, self.course.living, self._cut_off)
         self.era.start()
         self.era.watch.concern(self.course.living)
+
+    def _cut_off(self) -> None:
+        """Wake the main thread, should it wait in a collective of a world that has lost a rank. From another thread."""
+        job = self.job
+        if self.settings.survive and job is not None and not self.severed:
+            self.adapter.sever(job)
 
     def settle(self, phase: str) -> None:
         """Between two changes only the devices that train matter."""

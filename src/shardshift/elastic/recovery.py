@@ -22,29 +22,28 @@ from typing import Final, Generic
 from ..adapters.protocol import J
 from ..coordination import opened, refusal, to_record
 from ..values import PeerLost, StateLost
-from .party import Party
+from .party import PATIENCE, Party
 from .report import Phases
 from .state import Kept, kinds_of
 from .transition import Derived, Prepared, Transition
 from .undo import Undo
 
-_PATIENCE: Final = 3
-"""So many times the job's limit a survivor may take to come: it may be waiting for the lost one in a collective, and
-then in an agreement."""
 _STANDBY_S: Final = 3.0
 """For so long the lead waits for each device that stood by when the era ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Held(Generic[J]):
-    """What a survivor can offer.
+class _Job(Generic[J]):
+    """A survivor's job: severed from its world, live or put back from the undo copy.
 
     Attributes:
-        job: its job, severed from its world.
-        undo: its undo copy.
+        party: of the session.
+        job: the job.
+        undo: the undo copy of the last gate.
         live_at: iteration of which its live tensors are; None if they are of no whole step.
     """
 
+    party: Party[J]
     job: J
     undo: Undo
     live_at: int | None
@@ -53,6 +52,36 @@ class _Held(Generic[J]):
     def iterations(self) -> list[int]:
         """The steps that it can offer."""
         return sorted({at for at in (self.live_at, self.undo.iteration) if at is not None})
+
+    def of(self, iteration: int) -> Kept[J]:
+        """Its state of a step."""
+        adapter, job, undo = self.party.adapter, self.job, self.undo
+        live = adapter.shards(job)
+        kinds = kinds_of(adapter, job)
+        if iteration != self.live_at:
+            assert iteration == undo.iteration
+            undo.put_back(live)
+            live = {shard: tensor for shard, tensor in live.items() if shard in undo.shards}
+            kinds = undo.kinds
+        adapter.rewind(job, iteration)
+        return Kept(job.config, iteration, kinds, live, adapter.alone(job, iteration))
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved(Generic[J]):
+    """What a survivor holds whose job was not built yet: all that a change has moved, and that it has committed."""
+
+    moved: Kept[J]
+
+    @property
+    def iterations(self) -> list[int]:
+        """The steps that it can offer."""
+        return [self.moved.iteration]
+
+    def of(self, iteration: int) -> Kept[J]:
+        """Its state of a step."""
+        assert iteration == self.moved.iteration
+        return self.moved
 
 
 def recover(party: Party[J], lost: PeerLost, undo: Undo, *, job_is_whole: bool) -> J | None:
@@ -64,14 +93,11 @@ def recover(party: Party[J], lost: PeerLost, undo: Undo, *, job_is_whole: bool) 
         undo: the copy of the last gate.
         job_is_whole: whether the job is between two steps, not in the middle of an optimizer step.
     """
-    job = party.job
-    assert job is not None
-    live_at = job.iteration if job_is_whole and party.adapter.whole(job) else None
-    held = _Held(job, undo, live_at)
-    party.adapter.sever(job)
-    party.severed = True
     while True:
+        held = _held(party, undo, job_is_whole=job_is_whole)
         party.next_era(lost)
+        if held is None:
+            return None
         try:
             with party.era.watch.peers():
                 return _go_on(party, held)
@@ -79,7 +105,22 @@ def recover(party: Party[J], lost: PeerLost, undo: Undo, *, job_is_whole: bool) 
             lost = again
 
 
-def _go_on(party: Party[J], held: _Held[J]) -> J | None:
+def _held(party: Party[J], undo: Undo, *, job_is_whole: bool) -> _Job[J] | _Moved[J] | None:
+    """What this process can offer; None if it has no part in the layout."""
+    if party.member.device not in party.course.devices:
+        return None
+    if party.moved is not None:
+        return _Moved(party.moved)
+    job = party.job
+    assert job is not None
+    live_at = job.iteration if job_is_whole and party.adapter.whole(job) else None
+    if not party.severed:
+        party.adapter.sever(job)
+        party.severed = True
+    return _Job(party, job, undo, live_at)
+
+
+def _go_on(party: Party[J], held: _Job[J] | _Moved[J]) -> J | None:
     phases = Phases()
     control, course = party.era.control, party.course
     transition = party.next_transition()
@@ -88,15 +129,15 @@ def _go_on(party: Party[J], held: _Held[J]) -> J | None:
         derived: Derived[J] | None = None
         if party.leads:
             derived = _propose(party, held, transition)
-        proposal = transition.proposal(course.lead, _PATIENCE * control.timeout_s)
-        kept = _restored(party, held, proposal.iteration)
+        proposal = transition.proposal(course.lead, PATIENCE * control.timeout_s)
+        kept = held.of(proposal.iteration)
         prepared: Prepared[J] = party.derive(None, transition, proposal, derived)
         if party.leads:
             transition.decide(holds=True)
     return party.take_part(kept, prepared, phases)
 
 
-def _propose(party: Party[J], held: _Held[J], transition: Transition[J]) -> Derived[J] | None:
+def _propose(party: Party[J], held: _Job[J] | _Moved[J], transition: Transition[J]) -> Derived[J] | None:
     """The lead's part: which step, which configuration, which devices."""
     try:
         iteration = _newest(_offers(party))
@@ -108,7 +149,7 @@ def _propose(party: Party[J], held: _Held[J], transition: Transition[J]) -> Deri
         party.era.control.publish(transition.key("proposal"), refusal(error))
         return None
     return transition.propose(
-        _restored(party, held, iteration),
+        held.of(iteration),
         config,
         party.course.devices,
         iteration=iteration,
@@ -125,7 +166,7 @@ def _offers(party: Party[J]) -> dict[int, list[int]]:
         PeerLost: if one does not come.
     """
     control = party.era.control
-    limit_s = _PATIENCE * control.timeout_s
+    limit_s = PATIENCE * control.timeout_s
     return {
         device: opened(control.fetch(_roll(device), device, "recover", limit_s))["iterations"]
         for device in party.course.living
@@ -141,8 +182,8 @@ def _newest(offers: dict[int, list[int]]) -> int:
     common = set.intersection(*map(set, offers.values()))
     if not common:
         raise StateLost(
-            f"the survivors hold no common step: {offers} (device: finished steps). What to do: restart the job from its "
-            "last checkpoint",
+            f"the survivors hold no common step: {offers} (device: finished steps). What to do: restart the job from "
+            "its last checkpoint",
             ["step"],
         )
     return max(common)
@@ -153,20 +194,6 @@ def _usable(party: Party[J]) -> Sequence[int]:
     for device in party.stood_by:
         party.era.control.comes(f"standby/{device}", _STANDBY_S)
     return party.usable()
-
-
-def _restored(party: Party[J], held: _Held[J], iteration: int) -> Kept[J]:
-    """This survivor's state of a step: live, or put back from the undo copy."""
-    adapter, job, undo = party.adapter, held.job, held.undo
-    live = adapter.shards(job)
-    kinds = kinds_of(adapter, job)
-    if iteration != held.live_at:
-        assert iteration == undo.iteration
-        undo.put_back(live)
-        live = {shard: tensor for shard, tensor in live.items() if shard in undo.shards}
-        kinds = undo.kinds
-    adapter.rewind(job, iteration)
-    return Kept(job.config, iteration, kinds, live, adapter.alone(job, iteration))
 
 
 def _roll(device: int) -> str:

@@ -27,9 +27,14 @@ class Resize:
 class ResizeSource(Protocol):
     """Announces changes of layout. It is asked on the lead, which tells all others at the gate of the next step.
 
+    Attributes:
+        alike: whether every rank has such a source and gets the same answers: then each asks its own, at any time.
+
     A source that learns of changes from outside announces them for two steps ahead of the present iteration: one step
     in which everyone hears of it, one in which it is planned and joiners make room, while training goes on.
     """
+
+    alike: bool
 
     def upcoming(self, iteration: int) -> Resize | None:
         """The next change that is due at ``iteration`` or later, if one is announced; the same until it is settled.
@@ -48,6 +53,8 @@ class Script:
     Args:
         changes: e.g. ``{10: "pp4tp2", 20: "pp2tp4"}``.
     """
+
+    alike = True
 
     def __init__(self, changes: Mapping[int, ParallelConfig | str]) -> None:
         self._resizes = [

@@ -137,7 +137,8 @@ class Session(Generic[J]):
             if initial is not None:
                 initial(job)
             party.adapter.mark(job)
-            self._pass_gate(0)
+            if not self._resizes.alike:
+                self._pass_gate(0)
         self._watch.phase = "train"
         return job
 
@@ -233,17 +234,12 @@ class Session(Generic[J]):
         lost = error if isinstance(error, PeerLost) else self._watch.lost(error)
         if lost is None or not self._settings.survive:
             raise error
-        self._prepared = None
-        new = recover(self._party, lost, self._undo, job_is_whole=self._whole)
-        self._whole = True
-        self._gate = Gate(self._party.era.control)
-        self._undo.forget()
-        return new
+        return self._recover(lost)
 
     def _pass_gate(self, next_iteration: int) -> None:
         """Agree with all ranks to go on, and hear from the lead which change comes next."""
         party = self._party
-        if party.leads:
+        if party.leads and not self._resizes.alike:
             self._gate.announce(self._resizes.upcoming(next_iteration))
         assert party.job is not None
         self._gate.pass_through(party.job.iteration, party.course.lead, leads=party.leads)
@@ -253,16 +249,24 @@ class Session(Generic[J]):
         while True:
             try:
                 job = self._party.stand_by()
-                self._gate = Gate(self._party.era.control)
-                return job
             except PeerLost as lost:
                 if not self._settings.survive:
                     raise
-                self._party.next_era(lost)
+                if (job := self._recover(lost)) is None:
+                    continue
+            self._gate = Gate(self._party.era.control)
+            return job
+
+    def _recover(self, lost: PeerLost) -> J | None:
+        new = recover(self._party, lost, self._undo, job_is_whole=self._whole)
+        self._prepared, self._whole, self._refused_at = None, True, None
+        self._gate = Gate(self._party.era.control)
+        self._undo.forget()
+        return new
 
     def _upcoming(self, job: J) -> Resize | None:
         """The next change that is announced, unless it is over, changes nothing or was refused."""
-        resize = self._gate.announced
+        resize = self._resizes.upcoming(job.iteration) if self._resizes.alike else self._gate.announced
         if resize is None or resize.iteration < job.iteration:
             return None
         if resize.config == job.config and resize.usable is None:
@@ -333,8 +337,8 @@ def session(
         staging_bytes: the most that one device stages at any time, for sending and receiving together.
         transport: ``"auto"``: directly within a host where that works, else over gloo; ``"gloo"``: over gloo alone.
         verify: ``"digest"`` (or True): hold each piece that is moved to a digest of what was sent.
-        survive: whether the job outlives ranks that are lost: ``recover`` goes on without them. Each rank keeps a copy of
-            its state in host memory for it, taken anew before each optimizer step.
+        survive: whether the job outlives ranks that are lost: ``recover`` goes on without them. Each rank keeps a copy
+            of its state in host memory for it, taken anew before each optimizer step.
         layouts: chooses a configuration for the devices that a loss leaves: called with them and the present
             configuration. None: as many devices as can be used, as near to the present configuration as can be.
         sink: takes the events of all changes of layout (``shardshift.engine.events``).

@@ -78,7 +78,7 @@ class Kept(Generic[J]):
 
     def held(self, change: Change[J]) -> Mapping[Shard, torch.Tensor]:
         """See ``State``."""
-        return self.tensors
+        return change.of_kept(self.tensors)
 
     def companions(self) -> dict[str, bytes]:
         """See ``State``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any, Final
 
@@ -11,10 +12,12 @@ import megatron.core.tensor_parallel.random as megatron_random
 import numpy as np
 import torch
 
-from ...values import Infeasible, Kind, Mismatch, ParallelConfig
+from ...models.load import Load, load_of
+from ...models.step import Step
+from ...values import Infeasible, Kind, Mismatch, ParallelConfig, Shard
 from ..protocol import Place
 from ..reach import reach
-from . import carry, microbatches, world
+from . import carry, extras, mark, microbatches, world
 from . import optimizer as optim
 from .audit import Audit, roots
 from .build import release
@@ -23,10 +26,12 @@ from .divide import refuse_indivisible
 from .extras import Differing
 from .grid import Grid
 from .job import DataPosition, Job, Parts, RankLayout, unwrapped
+from .load import states_of, step_of
 from .meta import BuildModel, MetaJobs, Stage, Wrap, checked, keep_router_bias
 from .microbatches import BatchSizes
 from .names import VOCABULARY
-from .quiesce import close_data, gradient_versions, quiesce, unheard
+from .present import Present
+from .quiesce import close_data, drain, gathered, gradient_versions, quiesce, unheard
 from .records import JobRecord
 
 MakeData = Callable[[RankLayout, DataPosition], Any]
@@ -95,6 +100,22 @@ class Adapter:
         refuse_indivisible(self._meta.transformer_config, config)
         self._meta.stages(config)
 
+    def load(self, config: ParallelConfig, *, exact: bool = True) -> Load:
+        """What a configuration costs: memory, operations and traffic of the fullest rank of each stage.
+
+        Args:
+            config: the configuration.
+            exact: whether state is counted on the stages, built on the meta device, rather than worked out. Operations
+                and traffic are the same either way.
+
+        Raises:
+            Infeasible: if a size or the batch is not divisible, or, if ``exact``, the stages cannot be built.
+        """
+        microbatches.refuse_dp(config.dp, BatchSizes.constant(self._global_batch_size, self._micro_batch_size))
+        refuse_indivisible(self._meta.transformer_config, config)
+        states = states_of(config, self._meta.stages(config)) if exact else None
+        return load_of(self._step, config, states)
+
     def start(self, place: Place, consumed_samples: int = 0) -> Job:
         """Enter the first generation's world and build the job for real, with the model's own initial weights.
 
@@ -102,16 +123,13 @@ class Adapter:
             place: where.
             consumed_samples: where the data begins, for a job that goes on from elsewhere.
         """
-        world.enter(place)
-        layout = RankLayout(place.config, place.rank)
-        seed = self._seed + 100 * layout.coordinate.pp
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-        megatron_random.model_parallel_cuda_manual_seed(seed)
-        chunks = list(self._build_model(layout))
-        self._meta.refuse_shared(chunks)
-        return self._assemble(chunks, layout, JobRecord(0, consumed_samples, 0, None, {}))
+        sockets = world.enter(place)
+        with world.given_up(sockets):
+            job = self._build(place, consumed_samples)
+        sockets.note()
+        job.sockets = sockets
+        self.mark(job)
+        return job
 
     def change(self, prev: ParallelConfig, curr: ParallelConfig, *, kinds: Sequence[str]) -> MegatronChange:
         """Both layouts of a change."""
@@ -124,6 +142,9 @@ class Adapter:
             batch_sizes=(self._global_batch_size, self._micro_batch_size),
             extra_state=self._extra_state,
             after_move=self._after_move,
+            curr_rows=self._vocab_rows(curr, curr),
+            mark=self.mark,
+            say=self._say,
         )
 
     def state_kinds(self, job: Job) -> tuple[Kind, ...]:
@@ -150,15 +171,83 @@ class Adapter:
         live = Live.of(job)
         return carry.records(job, self._seen, live.names_of_keys(), live.own_names(job.layout))
 
+    def shards(self, job: Job) -> dict[Shard, torch.Tensor]:
+        """This rank's live tensors by shard of its present layout; see ``Adapter`` in ``protocol``."""
+        return dict(self._present(job).views)
+
+    def mark(self, job: Job) -> None:
+        """Take note of the state between two steps; see ``Adapter`` in ``protocol``, and ``mark.py``."""
+        if job.keeping is None:
+            job.keeping = [(name, module) for name, module in carry.modules(job) if extras.keeps(module)]
+        try:
+            found: mark.Mark | Exception = mark.take(job, self._present(job).buffers, job.keeping)
+        except Exception as error:  # only a loss needs the mark: ``alone`` raises it
+            found = error
+        job.marks[job.iteration] = found
+        for old in [iteration for iteration in job.marks if not 0 <= job.iteration - iteration <= 1]:
+            del job.marks[old]
+
+    def alone(self, job: Job, iteration: int) -> dict[str, bytes]:
+        """The companions of a marked iteration that this rank can give by itself; see ``Adapter`` in ``protocol``.
+
+        Raises:
+            Unaccounted: naming what no record can carry.
+            Mismatch: if the iteration is not marked.
+        """
+        return mark.records(job, _marked(job, iteration))
+
+    def rewind(self, job: Job, iteration: int) -> None:
+        """Make a job's counts and buffers those of a marked iteration; see ``Adapter`` in ``protocol``.
+
+        Raises:
+            Mismatch: if the iteration is not marked.
+        """
+        mark.rewind(job, iteration, _marked(job, iteration), self._present(job).buffers)
+        job.marks = {iteration: job.marks[iteration]}
+
+    def whole(self, job: Job) -> bool:
+        """Whether live parameters are those of the last finished step; see ``Adapter`` in ``protocol``.
+
+        If not, an overlapped gather has not brought them all: what this rank can offer is the step before, which at
+        the last gate all ranks had whole.
+        """
+        return not job.has_stepped or gathered(job, job.stepped_at)
+
+    def sever(self, job: Job) -> None:
+        """End whatever is under way in the job's world, with an error; see ``Adapter`` in ``protocol``.
+
+        May be called by any thread: that is how one ends which waits for a rank that has stopped.
+        """
+        if not job.is_consumed:  # by another thread, meanwhile: there may be another world already
+            world.cut(job.sockets)
+            drain(job)
+
     def advance(self, job: Job) -> None:
-        """Count one finished optimizer step and the samples that it used."""
+        """Count one finished optimizer step and the samples that it used, and mark it."""
         job.iteration += 1
         job.position = self._position(job.config, job.position.consumed_samples + job.position.global_batch_size)
         microbatches.advance(job.position)
         job.stepped_at = gradient_versions(job)
+        job.has_stepped = True
+        self.mark(job)
 
     def retire(self, job: Job) -> None:
         """Leave the job's world; its model and optimizer raise on use from now on and hold no state."""
+        self._consume(job)
+        if self._leaving is not None:
+            self._leaving.wait()  # as a rule it is over long since
+        self._leaving = world.leave()
+
+    def abandon(self, job: Job) -> None:
+        """``retire`` after a loss: the job is severed, and nobody is waited for.
+
+        Groups go when nothing refers to them any more, the traceback of what the loss raised included.
+        """
+        self.sever(job)
+        self._consume(job)
+        self._leaving = world.leave(aborted=True)
+
+    def _consume(self, job: Job) -> None:
         parts = job.consume()
         close_data(parts.data)
         optimizers = [part for part in optim.parts(parts.optimizer) if part is not None]
@@ -167,9 +256,28 @@ class Adapter:
             for name in _USES:
                 if hasattr(old, name):
                     setattr(old, name, _consumed)
-        if self._leaving is not None:
-            self._leaving.wait()  # as a rule it is over long since
-        self._leaving = world.leave()
+
+    def _present(self, job: Job) -> Present:
+        kinds = self.state_kinds(job)
+        if job.present is None or job.present.kinds != kinds or not job.present.holds():
+            job.present = Present(job, self._grid(job.config, kinds))
+        return job.present
+
+    def _grid(self, config: ParallelConfig, kinds: Sequence[Kind]) -> Grid:
+        """The layout of a configuration by itself, padding of the vocabulary and all."""
+        rows = self._vocab_rows(config, config)
+        return Grid(config, self._meta.stages(config), self._meta.wholes(), tuple(kinds), rows)
+
+    def _build(self, place: Place, consumed_samples: int) -> Job:
+        layout = RankLayout(place.config, place.rank)
+        seed = self._seed + 100 * layout.coordinate.pp
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        megatron_random.model_parallel_cuda_manual_seed(seed)
+        chunks = list(self._build_model(layout))
+        self._meta.refuse_shared(chunks)
+        return self._assemble(chunks, layout, JobRecord(0, consumed_samples, 0, None, {}))
 
     def _assemble(self, chunks: Sequence[torch.nn.Module], layout: RankLayout, record: JobRecord) -> Job:
         model, optimizer, scheduler = checked(self._wrap(chunks, layout))
@@ -182,8 +290,7 @@ class Adapter:
         return job
 
     def _audit(self, job: Job) -> Audit:
-        wholes, kinds = self._meta.wholes(), optim.kinds_of(job.optimizer)
-        grid = Grid(job.config, self._meta.stages(job.config), wholes, kinds, None)
+        grid = self._grid(job.config, optim.kinds_of(job.optimizer))
         return audit_of(job, grid, Live.of(job), reach(roots(job)))
 
     def _position(self, config: ParallelConfig, consumed_samples: int) -> DataPosition:
@@ -191,6 +298,11 @@ class Adapter:
         return DataPosition(
             consumed_samples, size, self._micro_batch_size, size // (self._micro_batch_size * config.dp)
         )
+
+    @cached_property
+    def _step(self) -> Step:
+        """What a step works through; the same in every configuration."""
+        return step_of(self._meta, self._global_batch_size, self._micro_batch_size)
 
     def _vocab_rows(self, prev: ParallelConfig, curr: ParallelConfig) -> int | None:
         """Rows of the vocabulary that both layouts have; None where padding plays no part."""
@@ -222,6 +334,18 @@ def _padded_vocabulary(stage: Stage, tp_size: int) -> set[int]:
         for local in stage.locals
         if local.named.name in VOCABULARY
     }
+
+
+def _marked(job: Job, iteration: int) -> mark.Mark:
+    found = job.marks.get(iteration)
+    if isinstance(found, Exception):
+        raise found
+    if found is None:
+        raise Mismatch(
+            f"rank {job.layout.rank} cannot go back to step {iteration}, only to {sorted(job.marks)}; what to do: call "
+            "advance (session.commit_step) after every step, on all ranks"
+        )
+    return found
 
 
 def _consumed(*args: Any, **kwargs: Any) -> Any:

@@ -7,13 +7,13 @@ moves. ``rebuild`` runs after the commit, so all that could be wrong must have b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
 
-from ...values import Kind, Layout, Mismatch, Shard, Unaccounted
+from ...values import Kind, Layout, Mismatch, Region, Shard, Unaccounted
 from ..protocol import Place
 from ..reach import Reached, reach
 from . import carry, extras, microbatches, scaler, world
@@ -24,8 +24,9 @@ from .features import features, refuse
 from .grid import Grid
 from .job import Job, RankLayout, unwrapped
 from .meta import BuildModel
-from .names import Where, named_modules, named_tensors, reduced_by_experts
+from .names import VOCABULARY, Where, named_modules, named_tensors, reduced_by_experts
 from .optimizer import Holding
+from .quiesce import unheard
 from .records import Companions, JobRecord
 from .slots import Slot
 
@@ -112,9 +113,13 @@ class MegatronChange:
         batch_sizes: tuple[int, int],
         extra_state: extras.Differing = "error",
         after_move: Callable[[Job], None] | None = None,
+        curr_rows: int | None = None,
+        mark: Callable[[Job], None] = lambda job: None,
+        say: Callable[[str], None] = unheard,
     ) -> None:
         self._batch_sizes = batch_sizes
         self._extra_state, self._after_move = extra_state, after_move
+        self._curr_rows, self._mark, self._say = curr_rows, mark, say
         self._prev, self._curr = prev, curr
         self._build_model, self._assemble = build_model, assemble
         self._slot_of: dict[int, dict[Shard, Slot]] = {}
@@ -187,6 +192,52 @@ class MegatronChange:
         audit_of(job, self._prev, live, reached).check()
         return found
 
+    def of_kept(self, kept: Mapping[Shard, torch.Tensor]) -> dict[Shard, torch.Tensor]:
+        """Shards of ``prev`` as views of tensors that were kept by shard of the old layout alone (``Adapter.shards``).
+
+        They differ in rows of the padded vocabulary that only the old layout has, of weights and optimizer state.
+        """
+        logical = {(tensor.kind, tensor.name): tensor for tensor in self.prev.tensors}
+        found: dict[Shard, torch.Tensor] = {}
+        for shard, data in kept.items():
+            tensor = logical.get((shard.tensor.kind, shard.tensor.name))
+            if tensor is None or tensor.shape == shard.tensor.shape:
+                found[shard] = data
+                continue
+            inside = shard.region.intersect(Region.whole(tensor.shape))
+            if inside is not None and inside.numel:
+                for dim, (start, origin, size) in enumerate(
+                    zip(inside.offsets, shard.region.offsets, inside.shape, strict=True)
+                ):
+                    data = data.narrow(dim, start - origin, size)
+                found[Shard(tensor, inside)] = data
+        return found
+
+    def moved(
+        self, rank: int, tensors: Mapping[Shard, torch.Tensor], accepted: Companions
+    ) -> tuple[dict[Shard, torch.Tensor], dict[str, bytes]]:
+        """What a rank of ``curr`` has once all have committed, whether or not its job gets built: for a second loss.
+
+        Args:
+            rank: the virtual rank.
+            tensors: as for ``rebuild``, which has not been called yet.
+            accepted: what ``accept`` gave.
+
+        Returns:
+            Tensors by shard of the new layout alone, as ``Adapter.shards`` will give them, and records as
+            ``Adapter.alone`` will.
+        """
+        found, curr = dict(tensors), self._curr
+        if curr.vocab_rows != self._curr_rows:
+            own = replace(curr, vocab_rows=self._curr_rows, _made={})
+            for slot, wider in zip(curr.of_rank(rank), own.of_rank(rank), strict=True):
+                if slot.name in VOCABULARY:
+                    local = slot.join(tensors)
+                    for piece in slot.pieces:
+                        del found[piece.shard]
+                    found |= wider.views(local)
+        return found, accepted.as_given_by(curr.config, rank)
+
     def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
         """Memory for a shard of a new rank; padding around it is zero."""
         if rank not in self._slot_of:
@@ -194,10 +245,15 @@ class MegatronChange:
         return self._slot_of[rank][shard].allocate(shard)
 
     def accept(self, rank: int, companions: Mapping[str, bytes]) -> Companions:
-        """Read the records of all ranks, and hold them against one another."""
+        """Read the records of all ranks, or of the survivors of a loss, and hold them against one another."""
         carried = Companions.read(companions, self._prev.config, self._extra_state)
         carried.check(self._curr.config, self._curr.groups_of(rank))
         self._check_batch(carried.job)
+        if lost := carried.streams.lost:
+            self._say(
+                f"random streams that were lost with their ranks begin anew, from derived seeds: {', '.join(lost[:8])}"
+                + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+            )
         scaler.check(carried.scalers, {kind for stage in self._curr.stages for kind in stage.scalers})
         return carried
 
@@ -212,7 +268,15 @@ class MegatronChange:
 
     def rebuild(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: Companions) -> Job:
         """Enter the new generation's world and build the job there around the tensors, which are taken out."""
-        world.enter(place)
+        sockets = world.enter(place)
+        with world.given_up(sockets):
+            job = self._build(place, tensors, accepted)
+        sockets.note()
+        job.sockets = sockets
+        self._mark(job)
+        return job
+
+    def _build(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: Companions) -> Job:
         layout, slots = RankLayout(place.config, place.rank), self._curr.of_rank(place.rank)
         with world.undisturbed_rng():
             megatron_random.model_parallel_cuda_manual_seed(0)  # building may want the streams to exist

@@ -122,13 +122,21 @@ class ExtraState:
 
     @classmethod
     def read(
-        cls, config: ParallelConfig, published: Mapping[int, Mapping[str, Any]], differing: Differing = "error"
+        cls,
+        config: ParallelConfig,
+        published: Mapping[int, Mapping[str, Any]],
+        differing: Differing = "error",
+        *,
+        survivors: bool = False,
     ) -> ExtraState:
-        """From what each virtual rank published; one that differs in nothing may be left out."""
+        """From what each virtual rank published; one that differs in nothing may be left out.
+
+        With ``survivors`` each has published all that it has, and who is left out is lost.
+        """
         copies: dict[str, dict[int, Any]] = {}
         for rank in range(config.world_size):
             at = config.coordinate(rank)
-            first = published.get(config.rank(at.pp, at.tp), {})
+            first = {} if survivors else published.get(config.rank(at.pp, at.tp), {})
             for name, state in (dict(first) | dict(published.get(rank, {}))).items():
                 if state is not None:
                     copies.setdefault(name, {})[rank] = state

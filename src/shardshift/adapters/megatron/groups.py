@@ -132,6 +132,15 @@ class Groups:
                 for name in names:
                     self._steps[name] = _one_step(self._steps.get(name, step), step, name)
 
+    @property
+    def all(self) -> list[GroupRecord]:
+        """The groups of every rank, by rank."""
+        return list(self._groups)
+
+    def tells(self, name: str) -> bool:
+        """Whether any rank had a logical parameter in a group."""
+        return name in self._of
+
     def step(self, name: str) -> Any:
         """The step of a logical parameter where the optimizer counts by parameter; None if it has none."""
         return unpack(self._steps.get(name))

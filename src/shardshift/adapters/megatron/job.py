@@ -12,6 +12,9 @@ from ...values import Coordinate, ExpertCoordinate, Mismatch, ParallelConfig
 
 if TYPE_CHECKING:
     from .audit import Audit
+    from .mark import Mark
+    from .present import Present
+    from .sockets import Sockets
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,11 @@ class Job:
             floating_point_operations, ...); goes on through changes.
         individual_streams: random streams that belong to the whole coordinate (``rng.py``).
         stepped_at: how often gradient buffers had been written when the last step was over (``quiesce.py``).
+        has_stepped: whether a step was taken since this job was built.
+        marks: by iteration, of the two newest (``mark.py``); or why there is none.
+        present: its tensors by shard, as they were found last (``present.py``).
+        keeping: its modules that may have extra state, once they were looked for.
+        sockets: of its world (``sockets.py``).
     """
 
     def __init__(
@@ -102,6 +110,11 @@ class Job:
         self.counters: dict[str, int | float] = {}
         self.individual_streams: tuple[str, ...] = ()
         self.stepped_at: tuple[int, ...] | None = None
+        self.has_stepped = False
+        self.marks: dict[int, Mark | Exception] = {}
+        self.present: Present | None = None
+        self.keeping: list[tuple[str, torch.nn.Module]] | None = None
+        self.sockets: Sockets | None = None
         self._auditor = auditor
         self._parts: Parts | None = parts
         self.layout = layout
@@ -148,10 +161,16 @@ class Job:
         """What the user's ``data`` gave: this rank's iterator over micro-batches, or one for each model chunk."""
         return self._live().data
 
+    @property
+    def is_consumed(self) -> bool:
+        """Whether its objects are gone."""
+        return self._parts is None
+
     def consume(self) -> Parts:
         """Take the live objects out; the job is unusable afterwards."""
         parts = self._live()
-        self._parts = None
+        self._parts = self.present = self.keeping = None
+        self.marks.clear()
         return parts
 
     def _live(self) -> Parts:

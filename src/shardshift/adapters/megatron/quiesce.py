@@ -36,6 +36,7 @@ choose), ``per_param_grad_ready_counts`` (kept until the next ``zero_grad_buffer
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
@@ -47,6 +48,8 @@ from ...values import Mismatch, ShardshiftError
 from . import optimizer as optim
 from .job import gradient_buffers
 
+_DRAIN_S: Final = 5.0
+_POLL_S: Final = 0.001
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -117,6 +120,45 @@ def gradient_versions(job: LiveJob) -> tuple[int, ...]:
     Taken when the job is built, and after every finished optimizer step (also one that a loss scale skipped).
     """
     return tuple(buffer.grad_data._version for buffer in gradient_buffers(job.model))
+
+
+def gathered(job: LiveJob, stepped_at: tuple[int, ...] | None) -> bool:
+    """Whether all parameters of the last finished step are here: no overlapped gather is pending or to come. Local.
+
+    Megatron forgets that it has gathered as it reduces gradients (``param_and_grad_buffer.py``, ``finish_grad_sync``):
+    a group of buckets that has not been gathered and whose gradients are ready has been gathered before. In doubt, no.
+
+    Args:
+        job: the live job; at least one step was taken.
+        stepped_at: ``gradient_versions`` when that was finished.
+    """
+    moved = stepped_at is not None and stepped_at != gradient_versions(job)
+    for chunk in job.model:
+        settings = getattr(chunk, "ddp_config", None)
+        if settings is None or not (settings.use_distributed_optimizer and settings.overlap_param_gather):
+            continue
+        for group in _bucket_groups(chunk):
+            reduced = moved and len(group.per_param_grad_ready_counts) == len(group.params)
+            if group.param_gather_handle is not None or not (group.param_gather_dispatched or reduced):
+                return False
+    return True
+
+
+def drain(job: LiveJob) -> None:
+    """Wait until no overlapped collective of a world that was cut writes into memory of the job: some milliseconds.
+
+    Never longer than some seconds, and never raising: who cuts a world wants to go on.
+    """
+    handles = [
+        handle
+        for chunk in job.model
+        for group in _bucket_groups(chunk)
+        for handle in (group.param_gather_handle, group.grad_reduce_handle)
+    ]
+    works = [work for handle in handles for work in getattr(handle, "works", [handle]) if work is not None]
+    deadline_s = time.monotonic() + _DRAIN_S
+    while not all(work.is_completed() for work in works) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
 
 
 def close_data(data: Any) -> None:

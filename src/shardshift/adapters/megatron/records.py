@@ -7,6 +7,9 @@
    calculator, rerun state machine. That the others hold the same is seen first, by digests (``alike``).
 3. Every rank of the new layout reads all records, which must agree, and takes what belongs to its coordinate.
 
+After a loss nobody can ask the first ranks, or who is first: so each survivor gives all that it has, the record of the
+job too (``alone``), and these are held against one another when they are read.
+
 Records are bytes of plain values and tensors (``plain``), and are read so that nothing in them can run code.
 """
 
@@ -14,16 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from ...values import Mismatch, ParallelConfig, Unaccounted
-from . import extras, scaler
+from . import alike, extras, scaler
 from .extras import ExtraState
 from .groups import GroupRecord, Groups
-from .plain import dump, load, unpack
+from .plain import dump, load, pack, unpack
 from .rng import Origins, Streams
 
-_JOB = "job"
+_JOB: Final = "job"
+_RANK: Final = "rank"
+_JOB_OF: Final = f"{_JOB}/{_RANK}"
+_BY_RANK: Final = ("streams", "extra_state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class RankRecord:
             "extra_state": dict(self.extra_state),
             "scalers": dict(self.scalers),
         }
-        return {f"rank{self.rank}": dump(record, f"rank {self.rank}")}
+        return {f"{_RANK}{self.rank}": dump(record, f"rank {self.rank}")}
 
     @classmethod
     def from_bytes(cls, content: bytes) -> RankRecord:
@@ -119,9 +125,40 @@ class JobRecord:
         """The inverse of ``to_bytes``."""
         return cls(**{name: unpack(value) for name, value in load(content).items()})
 
+    def frozen(self) -> JobRecord:
+        """The same with values of its own, which the live job does not change."""
+        scheduler = pack(self.scheduler, "the job: scheduler")
+        return replace(self, scheduler=scheduler, counters=dict(self.counters))
+
+    @classmethod
+    def agreed(cls, records: Mapping[str, bytes]) -> JobRecord:
+        """The one record that survivors of a loss have; of what may differ, the first one's.
+
+        Raises:
+            Mismatch: naming in what two of them differ.
+        """
+        (first, content), *others = sorted(records.items(), key=lambda item: int(item[0].removeprefix(_JOB_OF)))
+        found = cls.from_bytes(content)
+        digests = alike.digests(found.values())
+        for key, other in others:
+            theirs = cls.from_bytes(other)
+            if names := alike.differing_from(digests, alike.digests(theirs.values())):
+                raise Mismatch(
+                    f"survivors hold different states of the job: {', '.join(names)} differ between ranks "
+                    f"{first.removeprefix(_JOB_OF)} (iteration {found.iteration}) and {key.removeprefix(_JOB_OF)} "
+                    f"(iteration {theirs.iteration}); nothing was moved. What to do: keep them alike on all ranks, as "
+                    "a schedule or count that follows the global step is"
+                )
+        return found
+
     def next_generation(self) -> JobRecord:
         """The same one change of layout later."""
         return replace(self, generation=self.generation + 1)
+
+
+def alone(job: JobRecord, rank: RankRecord) -> dict[str, bytes]:
+    """What one rank gives after a loss: all that it has, under keys that no other rank gives."""
+    return {f"{_JOB_OF}{rank.rank}": job.to_bytes()[_JOB], **rank.to_bytes(first=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +171,7 @@ class Companions:
         streams: random streams.
         extra_state: of modules.
         scalers: states of grad scalers by kind of part, packed.
+        survivors: whether the records are those of the survivors of a loss.
     """
 
     job: JobRecord
@@ -141,6 +179,7 @@ class Companions:
     streams: Origins
     extra_state: ExtraState
     scalers: Mapping[str, Any]
+    survivors: bool = False
 
     @classmethod
     def read(
@@ -149,27 +188,40 @@ class Companions:
         """From the bytes that every rank gave.
 
         Args:
-            records: by key.
+            records: by key; of all ranks, or (``alone``) of those that have survived a loss.
             prev: the layout that gave them.
             differing: what is done with extra states that differ and cannot be kept apart.
 
         Raises:
             Mismatch: if a record is missing, or two contradict one another.
         """
-        if _JOB not in records:
+        of_jobs = {key: content for key, content in records.items() if key.startswith(_JOB_OF)}
+        if _JOB not in records and not of_jobs:
             raise Mismatch(f"the record of the whole job is missing; there are {sorted(records)}")
-        job = JobRecord.from_bytes(records[_JOB])
+        job = JobRecord.agreed(of_jobs) if of_jobs else JobRecord.from_bytes(records[_JOB])
+        survivors = bool(of_jobs)
         ranks = {
             record.rank: record
-            for record in (RankRecord.from_bytes(content) for key, content in records.items() if key != _JOB)
+            for record in (RankRecord.from_bytes(content) for key, content in records.items() if key.startswith(_RANK))
         }
+        streams, states = ({rank: getattr(record, what) for rank, record in ranks.items()} for what in _BY_RANK)
         return cls(
             job,
             Groups({rank: record.groups for rank, record in ranks.items()}),
-            Origins.read(prev, {rank: record.streams for rank, record in ranks.items()}, job.individual),
-            ExtraState.read(prev, {rank: record.extra_state for rank, record in ranks.items()}, differing),
+            Origins.read(prev, streams, job.individual, survivors=survivors),
+            ExtraState.read(prev, states, differing, survivors=survivors),
             scaler.merge(record.scalers for record in ranks.values()),
+            survivors,
         )
+
+    def as_given_by(self, curr: ParallelConfig, rank: int) -> dict[str, bytes]:
+        """What a rank of the new layout would give alone, its job built with these records or not."""
+        individual = tuple(sorted(self.streams.individual))
+        job = replace(self.job.next_generation(), individual=individual)
+        states = {name: self.extra_state.at(name, curr, rank) for name in self.extra_state.copies}
+        streams = self.streams.at(curr, rank, job.generation)
+        packed = {name: pack(state, name) for name, state in states.items()}
+        return alone(job, RankRecord(rank, self.groups.all, streams, packed, self.scalers))
 
     def check(self, curr: ParallelConfig, names: Iterable[Iterable[str]] = ()) -> None:
         """Look for what ``rebuild`` could not take.
@@ -184,4 +236,11 @@ class Companions:
         """
         self.extra_state.check(curr)
         for of_group in names:
-            self.groups.settings(of_group)
+            wanted = list(of_group)
+            untold = [name for name in wanted if self.survivors and not self.groups.tells(name)]
+            if untold:
+                raise Mismatch(
+                    f"no survivor tells the optimizer step and settings of {', '.join(untold[:8])}; nothing was moved. "
+                    "What to do: let whoever keeps a lost rank's tensors give its records too"
+                )
+            self.groups.settings(wanted)

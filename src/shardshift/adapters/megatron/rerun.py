@@ -40,6 +40,21 @@ def capture(where: str) -> dict[str, Any] | None:
     return {name: pack(getattr(machine, name), f"rerun state machine: {name}") for name in _CARRIED}
 
 
+def rewind(carried: dict[str, Any] | None) -> None:
+    """Set this process's machine back to the beginning of a step that a loss has interrupted, whatever state it is in.
+
+    It would take the next forward for a repetition otherwise, and leave it out.
+    """
+    machine: Any = megatron_rerun._GLOBAL_RERUN_STATE_MACHINE
+    if carried is None or machine is None:
+        return
+    machine.state = megatron_rerun.RerunState.NOT_RUNNING_YET
+    machine.current_iteration = carried["current_iteration"]
+    machine.saved_state = None
+    for request in ("rerun", "checkpoint", "restart_again", "continue"):
+        setattr(machine, f"{request}_requested", False)
+
+
 def restore(carried: dict[str, Any] | None) -> None:
     """Set this process's machine; a process that has none makes its own at its first use, in its default mode."""
     machine: Any = megatron_rerun._GLOBAL_RERUN_STATE_MACHINE

@@ -96,13 +96,21 @@ class Origins:
     individual: frozenset[str]
 
     @classmethod
-    def read(cls, config: ParallelConfig, published: Mapping[int, Streams], individual: Iterable[str] = ()) -> Origins:
+    def read(
+        cls,
+        config: ParallelConfig,
+        published: Mapping[int, Streams],
+        individual: Iterable[str] = (),
+        *,
+        survivors: bool = False,
+    ) -> Origins:
         """From what the ranks published.
 
         Args:
             config: the layout before.
             published: per virtual rank what ``published`` gave; a rank that differs in nothing may be left out.
             individual: streams that an earlier change found to be individual.
+            survivors: whether each rank has published all that it has, and one that is left out is lost.
 
         Raises:
             Mismatch: if a rank with dp 0 and cp 0 published nothing.
@@ -111,6 +119,10 @@ class Origins:
         for rank in range(config.world_size):
             at = config.coordinate(rank)
             first = config.rank(at.pp, at.tp)
+            if survivors:
+                if rank in published:
+                    streams[rank] = dict(published[rank])
+                continue
             if first not in published:
                 raise Mismatch(f"the random streams of rank {first} ({config.coordinate(first)}) are missing")
             own = dict(published[first]) | dict(published.get(rank, {}))
@@ -126,6 +138,19 @@ class Origins:
                 if seen.setdefault((name, home(name, config, rank)), marks[id(state)]) != marks[id(state)]:
                     found.add(name)
         return cls(config, streams, frozenset(found))
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Streams that had a home of which no rank is left, like ``"torch of pp1"``: there they begin anew."""
+        names = sorted({name for own in self.streams.values() for name in own})
+        found: list[str] = []
+        for name in names:
+            alone = name in self.individual
+            of_rank = {rank: home(name, self.config, rank, individual=alone) for rank in range(self.config.world_size)}
+            kept = {of_rank[rank] for rank, own in self.streams.items() if name in own}
+            gone = {of_rank[rank]: None for rank in of_rank if rank not in self.streams}
+            found += [f"{name} of {at}" for at in gone if at not in kept]
+        return tuple(found)
 
     def at(self, config: ParallelConfig, rank: int, generation: int) -> Streams:
         """The streams of a virtual rank of the layout after.

@@ -32,6 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ...values import ParallelConfig
 from ..protocol import Place
+from .sockets import Sockets
 
 
 def _state() -> dict[str, Any]:
@@ -47,19 +48,37 @@ _REAL_TYPES = {
 _NO_WORLD = {name: copy.copy(value) for name, value in _state().items()}
 
 
-def enter(place: Place) -> None:
-    """Make the real world of a generation: the default group, and Megatron's groups inside it."""
-    excepthook = sys.excepthook
+def enter(place: Place) -> Sockets:
+    """Make the real world of a generation: the default group, and Megatron's groups inside it.
+
+    Returns:
+        To note its sockets, when all groups are made.
+    """
+    sockets, excepthook = Sockets(), sys.excepthook
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(
-        backend,
-        store=place.store,
-        rank=place.rank,
-        world_size=place.config.world_size,
-        timeout=timedelta(seconds=place.timeout_s),
-    )
-    sys.excepthook = excepthook  # torch wraps it once more for each default group, and never unwraps
-    initialize(place.config, place.timeout_s, gloo=torch.cuda.is_available())
+    with given_up(sockets):
+        dist.init_process_group(
+            backend,
+            store=place.store,
+            rank=place.rank,
+            world_size=place.config.world_size,
+            timeout=timedelta(seconds=place.timeout_s),
+        )
+        sys.excepthook = excepthook  # torch wraps it once more for each default group, and never unwraps
+        initialize(place.config, place.timeout_s, gloo=torch.cuda.is_available())
+    return sockets
+
+
+@contextlib.contextmanager
+def given_up(sockets: Sockets) -> Iterator[None]:
+    """Leave the world at once if what is done inside fails: peers wait, and another world may have to be entered."""
+    try:
+        yield
+    except BaseException:
+        sockets.note()
+        cut(sockets)
+        leave(aborted=True)
+        raise
 
 
 def initialize(config: ParallelConfig, timeout_s: float, *, gloo: bool) -> None:
@@ -106,16 +125,50 @@ class Leaving:
         self._pool.shutdown(wait=True)
 
 
-def leave() -> Leaving:
-    """Give back the real world, if there is one. It is gone for torch and Megatron at once."""
+def cut(sockets: Sockets | None) -> None:
+    """End whatever is under way in the real world, with an error. From any thread; waits for nobody.
+
+    As torch's ``_abort_process_group`` does, NCCL's communicators are aborted within one group call; gloo's have no
+    abort, so their sockets are shut.
+    """
+    nccl = _nccl()
+    if nccl is not None:
+        nccl._group_start()
+    for group in reversed(list(c10d._world.pg_map)):
+        if hasattr(group, "abort"):  # of late
+            group.abort()
+    if nccl is not None:
+        nccl._group_end()
+    if sockets is not None:
+        sockets.cut()
+
+
+def _nccl() -> Any:
+    """NCCL's part of the default group, if it has one."""
+    if dist.is_nccl_available() and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a group without GPUs
+            backend = c10d._get_default_group()._get_backend(torch.device("cuda"))
+            return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
+    return None
+
+
+def leave(*, aborted: bool = False) -> Leaving:
+    """Give back the real world, if there is one. It is gone for torch and Megatron at once.
+
+    Args:
+        aborted: whether it was cut: nothing is shut down gracefully then.
+    """
     parallel_state.destroy_model_parallel()
     forget()
+    if aborted and hasattr(megatron_random, "_unset_checkpointing"):
+        megatron_random._unset_checkpointing()  # a recomputation that was broken off
     for log in _logs():
         log.clear()
     groups: list[dist.ProcessGroup] = []
     if dist.is_initialized():
         groups += c10d._world.pg_map
-        dist.destroy_process_group()
+        abort = getattr(c10d, "_abort_process_group", None) if aborted else None
+        (abort or dist.destroy_process_group)()
     return Leaving(groups)
 
 
