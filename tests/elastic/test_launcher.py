@@ -90,6 +90,47 @@ def test_a_worker_that_ends_without_a_word_or_hangs_ends_the_job_in_bounded_time
     assert time.monotonic() - started_s < 2 * timeout_s + GRACE_S + 20
 
 
+def meet(send: Any) -> None:
+    """The one that the job begins with waits for the others, which tell what they are."""
+    member = Member.from_launcher(timeout_s=60.0)
+    send((os.environ["RANK"], os.environ["WORLD_SIZE"], os.getppid()))
+    if member.device == 0:
+        member.store.get("came")
+    elif member.store.add("count", 1) == 2:
+        member.store.set("came", "")
+
+
+@pytest.mark.timeout(90)
+def test_workers_are_added_while_others_run_as_processes_of_their_own_and_are_heard_as_well() -> None:
+    told: dict[int, Any] = {}
+    with LocalJob(1, meet, (), timeout_s=60.0, preload=PRELOAD) as job:
+        for device, message in job.messages():
+            told[device] = message
+            if device == 0:
+                assert job.add(2) == range(1, 3)
+        assert {device: message[:2] for device, message in told.items()} == {n: (str(n), "1") for n in range(3)}
+        assert [message[2] == os.getpid() for _, message in sorted(told.items())] == [False, True, True]
+        assert all(not psutil.pid_exists(pid) for pid in job.pids.values())
+
+
+@pytest.mark.timeout(60)
+def test_one_that_was_added_is_missed_when_it_dies() -> None:
+    with LocalJob(1, wait_or_die, (), timeout_s=5.0, preload=PRELOAD) as job:
+        messages = job.messages()
+        assert next(messages) == (0, "here")
+        job.add(1)
+        with pytest.raises(PeerLost, match="its process ended with exit code 3") as caught:
+            next(messages)
+    assert caught.value.ranks == (1,)
+
+
+def wait_or_die(send: Any) -> None:
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    send("here")
+    time.sleep(20)  # as long as it takes: the launcher ends it
+
+
 def test_the_way_a_silent_worker_ended_is_told() -> None:
     with (
         LocalJob(2, end, (), timeout_s=5.0, preload=PRELOAD) as job,

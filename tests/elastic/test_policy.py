@@ -13,7 +13,8 @@ import pytest
 from scipy.optimize import linear_sum_assignment
 
 from shardshift.elastic.candidates import candidates
-from shardshift.elastic.policy import Choice, Present, Settings, best, policy_of
+from shardshift.elastic.policy import Choice, Settings, best, policy_of
+from shardshift.elastic.present import Present
 from shardshift.models import Catalogue, Model
 from shardshift.models.load import Load, State, load_of
 from shardshift.models.step import Step

@@ -117,3 +117,13 @@ def test_state_that_nobody_holds_any_more_is_named_on_all_survivors() -> None:
 def test_a_job_that_was_not_opened_to_survive_ends_with_the_loss() -> None:
     recipe = Recipe("pp2dp2", {}, STEPS, (Fault(1, "step", "kill", 2),), TIMEOUT_S)
     assert isinstance(play(4, recipe).error, PeerLost)
+
+
+@pytest.mark.timeout(60)
+def test_state_that_nobody_holds_any_more_comes_from_the_last_checkpoint() -> None:
+    """A standby takes part: it holds nothing either."""
+    fault = Fault(1, "half", "kill", 2)
+    outcome = play(5, Recipe("pp2dp2", {}, STEPS, (fault,), TIMEOUT_S, survive=True, checkpoint=True))
+    assert outcome.error is None, outcome
+    assert outcome.told("recovered") == {device: [((1,), 1, "pp2tp1dp2", True)] for device in (0, 2, 3)}
+    assert outcome.told("done") == {device: [(STEPS, "pp2tp1dp2", True)] for device in (0, 2, 3, 4)}

@@ -65,6 +65,15 @@ def test_what_one_rank_finds_wrong_is_raised_alike_on_all_and_leaves_the_job_as_
     assert outcome.told("end")[2] == [(0, 0, 0)]
 
 
+@pytest.mark.timeout(60)
+def test_ranks_at_different_iterations_take_no_step_together() -> None:
+    outcome = play(2, Recipe("dp2", {}, steps=2, faults=(Fault(1, "", "drift"),), timeout_s=3.0))
+    refused = outcome.told("refused")
+    assert [told[0][0] for told in refused.values()] == ["Mismatch", "Mismatch"]
+    assert "ranks are at different iterations, on average 0.5, this one at 1" in refused[1][0][1]
+    assert outcome.told("done") == {}
+
+
 TIMEOUT_S = 3.0
 LOSSES = [
     *(("kill", phase) for phase in ("train", "step", "plan", "agree", "move", "commit", "rebuild")),

@@ -175,7 +175,7 @@ def test_all_sources_hear_what_came_of_a_change() -> None:
     class Told:
         alike = False
 
-    def __init__(self) -> None:
+        def __init__(self) -> None:
             self.heard: list[tuple[Resize, ShardshiftError | None]] = []
 
         def upcoming(self, iteration: int) -> Resize | None:

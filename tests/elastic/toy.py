@@ -29,6 +29,7 @@ from shardshift.elastic import LocalJob, Member, Script, session
 from shardshift.elastic.session import Session
 from shardshift.elastic.transition import Transition
 from shardshift.engine.events import Event, RoundEnded
+from shardshift.models.load import Load
 from shardshift.values import (
     Infeasible,
     Kind,
@@ -165,6 +166,9 @@ class ToyAdapter:
         if config.tp == 7:
             raise Infeasible("nothing here is divisible by 7; what to do: choose another tp")
 
+    def load(self, config: ParallelConfig, *, exact: bool = True) -> Load:
+        raise Infeasible("a toy costs nothing")
+
     def start(self, place: Place) -> ToyJob:
         self.at("start")
         self._enter(place)
@@ -203,7 +207,7 @@ class ToyAdapter:
         job.iteration += 1
         self.iteration = job.iteration
 
-    def mark(self, job: ToyJob) -> None:
+    def mark(self, job: ToyJob, *, settled: bool = True) -> None:
         pass
 
     def shards(self, job: ToyJob) -> dict[Shard, torch.Tensor]:
@@ -255,6 +259,7 @@ class ToyChange:
     def moved(
         self, rank: int, tensors: Mapping[Shard, torch.Tensor], accepted: int
     ) -> tuple[dict[Shard, torch.Tensor], dict[str, bytes]]:
+        self.adapter.at("moved")
         return dict(tensors), {f"alone/{rank}": str(accepted).encode()}
 
     def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
@@ -295,6 +300,8 @@ class Recipe:
     count_at: tuple[int, ...] = ()
     survive: bool = False
     sharded: bool = True
+    checkpoint: bool = False
+    shard_copies: int = 0
 
 
 def let_standby_die(device: int, how: str, adapter: ToyAdapter) -> None:
@@ -351,6 +358,13 @@ def half_way(adapter: ToyAdapter, event: Event) -> None:
         adapter.at("move")
 
 
+def load_checkpoint(job: ToyJob) -> None:
+    """As it was written after the first step."""
+    job.iteration = 1
+    for shard, tensor in job.tensors.items():
+        tensor.copy_(logical(shard) + 1)
+
+
 def open_session(adapter: ToyAdapter, member: Member, recipe: Recipe) -> Session[ToyJob]:
     return session(
         adapter,
@@ -361,6 +375,9 @@ def open_session(adapter: ToyAdapter, member: Member, recipe: Recipe) -> Session
         timeout_s=recipe.timeout_s,
         staging_bytes=200,
         survive=recipe.survive,
+        shard_copies=recipe.shard_copies,
+        layouts="nearest",
+        checkpoint=load_checkpoint if recipe.checkpoint else None,
         sink=lambda event: half_way(adapter, event),
     )
 
@@ -381,8 +398,14 @@ def one_turn(send: Callable[[Any], None], adapter: ToyAdapter, elastic: Session[
         dist.barrier()  # whatever the last change closes is closed
         send(("open", job.iteration, psutil.Process().num_fds(), psutil.Process().num_threads()))
     job.step()
-    with elastic.commit_step(job):
-        adapter.at("step")
+    if any(fault.how == "drift" and fault.device == adapter.device for fault in adapter.faults):
+        job.iteration += 1
+    try:
+        with elastic.commit_step(job):
+            adapter.at("step")
+    except Mismatch as error:
+        send(("refused", type(error).__name__, str(error), job.exact()))
+        raise
     return job
 
 

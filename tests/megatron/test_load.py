@@ -26,7 +26,8 @@ from shardshift.adapters.megatron import Adapter, Job, RankLayout
 from shardshift.adapters.megatron.load import step_of
 from shardshift.adapters.megatron.meta import MetaJobs
 from shardshift.demo import held
-from shardshift.elastic.policy import Present, Settings, best
+from shardshift.elastic.policy import Settings, best
+from shardshift.elastic.present import Present
 from shardshift.models import Experts
 from shardshift.values import Infeasible, Kind, Topology
 

@@ -20,7 +20,7 @@ from tests.unit.strategies import equal_layers, even_grid
 from tests.unit.together import coded, holds, state_on, together
 
 import shardshift as ss
-from shardshift.elastic.launcher import die_with_parent, start_fork_server
+from shardshift.elastic import die_with_parent, start_fork_server
 from shardshift.engine import Mover, names_of
 from shardshift.engine.events import PhaseBegan, RoundEnded
 from shardshift.transport import MemoryHub, Message, Pending, Transport, TransportError

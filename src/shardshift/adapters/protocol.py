@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..models.load import Load
 from ..values import Layout, ParallelConfig, Shard
 
 
@@ -144,6 +145,17 @@ class Adapter(Protocol[J]):
             Infeasible: saying which number does not fit, and what would.
         """
 
+    def load(self, config: ParallelConfig, *, exact: bool = True) -> Load:
+        """What a configuration costs: memory, operations, traffic of each stage.
+
+        Args:
+            config: one that ``check`` accepts.
+            exact: whether state is counted; otherwise it may be worked out, and nothing be built for it.
+
+        Raises:
+            Infeasible: if the configuration cannot be.
+        """
+
     def start(self, place: Place) -> J:
         """Enter the world of the first generation and build the job there, with initial weights."""
 
@@ -179,10 +191,15 @@ class Adapter(Protocol[J]):
     def advance(self, job: J) -> None:
         """Count one optimizer step that is finished, and ``mark`` it."""
 
-    def mark(self, job: J) -> None:
+    def mark(self, job: J, *, settled: bool = True) -> None:
         """Take note of what the next forward changes without being asked: random streams, buffers, the data position.
 
         Between two steps; the last call of an iteration counts, and the last two iterations are kept.
+
+        Args:
+            job: the live job.
+            settled: whether the loop is done with the step. If not, it may count and draw before the next mark, so
+                after a loss whoever had come to that knows better.
         """
 
     def shards(self, job: J) -> dict[Shard, torch.Tensor]:

@@ -252,11 +252,12 @@ def _name(script: str, *, own: bool) -> str:
 
 
 def _environment(per_node: int) -> dict[str, str]:
-    """What torchrun sets unless the user has."""
+    """What torchrun sets unless the user has; of NCCL what survivors need, where torchrun lets it end them."""
+    from ..transport.nccl import SETTINGS as NCCL
+
     threads = {"OMP_NUM_THREADS": "1"} if per_node > 1 else {}
-    return {
-        name: os.environ.get(name, value) for name, value in {**threads, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}.items()
-    }
+    settings = threads | {name: values[-1] for name, (values, _) in NCCL.items()}
+    return {name: os.environ.get(name, value) for name, value in settings.items()}
 
 
 def _logs(asked: Asked, ends: contextlib.ExitStack) -> Any:

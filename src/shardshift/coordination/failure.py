@@ -55,6 +55,16 @@ def stands_by(store: dist.Store, device: int) -> bool:
     return store.check([_standby(device)])
 
 
+def dismiss(store: dist.Store, device: int) -> None:
+    """Tell a device that stands by, or soon will, that it is not needed any more, since its node leaves."""
+    store.set(dismissed(device), "")
+
+
+def dismissed(device: int) -> str:
+    """Key of the record that dismisses a device."""
+    return f"dismissed/{device}"
+
+
 def _standby(device: int) -> str:
     return f"standby/{device}"
 

@@ -1,10 +1,12 @@
 """The elastic runtime: membership and changes of layout while a job trains."""
 
-from .launcher import LocalJob, die_with_parent, start_fork_server
+from .agent.guard import die_with_parent
+from .launcher import LocalJob, start_fork_server
 from .member import Member, job_store
+from .opening import session
 from .report import ResizeReport
 from .resize import Resize, ResizeSource, Script
-from .session import Session, session
+from .session import Session
 
 __all__ = [
     "LocalJob",

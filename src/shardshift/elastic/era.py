@@ -16,7 +16,7 @@ from ..coordination import AnsweringStore, Control, Watch, era_store
 from ..engine.events import Notice
 from ..transport import Transport, connect
 from .member import Member
-from .transition import Settings
+from .settings import Settings
 
 
 class Era:

@@ -7,17 +7,15 @@ server, and the fork server with this process.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing as mp
 import os
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self
@@ -26,13 +24,13 @@ import torch.distributed as dist
 
 from ..coordination import Control, current_era, era_store, record_loss, stands_by
 from ..values import PeerLost, ShardshiftError
+from .agent.guard import die_with_parent
 from .member import job_store
 
 Send = Callable[[Any], None]
 Worker = Callable[..., None]
 """Called in each process as ``worker(send, *args)``; what it sends, the launcher yields."""
 
-_PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0
 
 
@@ -69,14 +67,31 @@ class LocalJob:
         self._workers: dict[int, BaseProcess] = {}
         try:
             for device in range(devices):
-                self._start(device)
+                self._start(device, self._context)
         except BaseException:
             self.kill()  # nobody can enter the context any more, so nobody else would
             raise
 
-    def _start(self, device: int) -> None:
-        ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(
+    def add(self, count: int) -> range:
+        """Start more workers, while the others run: joiners, which stand by until a change of layout takes them in.
+
+        Each is a process of its own that imports what it needs, as one on a new node would. Their messages come with
+        those of the others, as long as these have not all ended.
+
+        Args:
+            count: how many.
+
+        Returns:
+            Their devices; ranks beyond WORLD_SIZE, which stays what the job began with.
+        """
+        added = range(len(self._workers), len(self._workers) + count)
+        for device in added:
+            self._start(device, mp.get_context("spawn"))
+        return added
+
+    def _start(self, device: int, context: ForkServerContext | SpawnContext) -> None:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
             target=_run_worker,
             args=(device, self._founders, self._store.port, theirs, self._worker, self._args),
             name=f"shardshift-{device}",
@@ -121,9 +136,14 @@ class LocalJob:
         errors: dict[int, ShardshiftError] = {}
         lost: PeerLost | None = None
         deadline = float("inf")
-        running = dict(self._workers)
-        pipes = dict(self._pipes)
-        while running or pipes:
+        ended: set[int] = set()
+        closed: set[Connection] = set()
+        while True:
+            # Looked at anew each time: whoever takes the messages may add workers in between.
+            running = {device: process for device, process in self._workers.items() if device not in ended}
+            pipes = {pipe: device for pipe, device in self._pipes.items() if pipe not in closed}
+            if not running and not pipes:
+                break
             if lost is not None and {*running, *pipes.values()} <= {*lost.ranks}:
                 break  # only who is lost anyway has not ended: one that hangs never will
             # A pipe may stay open after its worker, in a process that the worker started: nothing more will come.
@@ -138,7 +158,7 @@ class LocalJob:
                     try:
                         what, content = item.recv()
                     except (EOFError, OSError):
-                        del pipes[item]
+                        closed.add(item)
                         continue
                     if what == "error":
                         errors[device] = ShardshiftError.from_wire(content)
@@ -147,6 +167,7 @@ class LocalJob:
             for sentinel, device in sentinels.items():
                 if sentinel in ready:
                     process = running.pop(device)
+                    ended.add(device)
                     process.join()
                     if self._survives:
                         if process.exitcode:
@@ -189,11 +210,6 @@ def start_fork_server(preload: Sequence[str]) -> ForkServerContext:
     return context
 
 
-def die_with_parent() -> None:
-    """Let the kernel end this process when its parent ends, however that ends (Linux)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _release_fork_server() -> None:
     """Let the fork server end with the launcher, though this process goes on.
 
@@ -207,8 +223,8 @@ def _release_fork_server() -> None:
 
 
 def _run_worker(device: int, devices: int, port: int, pipe: Connection, worker: Worker, args: tuple[Any, ...]) -> None:
-    die_with_parent()  # which is the fork server,
-    _release_fork_server()  # and ends when the launcher does
+    die_with_parent()  # the launcher; or the fork server,
+    _release_fork_server()  # which ends when the launcher does
     os.environ.update(
         RANK=str(device),
         LOCAL_RANK=str(device),

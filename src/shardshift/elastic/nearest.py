@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Protocol
 
-from ..adapters import Adapter
 from ..values import Infeasible, ParallelConfig
-
-Layouts: TypeAlias = Callable[[Sequence[int], ParallelConfig], ParallelConfig]
-"""Called with the devices that there are and the present configuration; gives the next one, or ``Infeasible``."""
+from .present import Policy, Present
 
 
-def nearest(adapter: Adapter[Any]) -> Layouts:
+class Checks(Protocol):
+    """What is asked of an adapter."""
+
+    def check(self, config: ParallelConfig) -> None:
+        """Refuse a configuration; see ``Adapter``."""
+
+
+def nearest(adapter: Checks) -> Policy:
     """As many devices as can be used; among such configurations the present TP, then the present PP, then the most DP.
 
     Other axes stay as they are. TP first: a rank whose TP changes keeps none of its matrices whole.
     """
 
-    def choose(devices: Sequence[int], present: ParallelConfig) -> ParallelConfig:
+    def choose(devices: Sequence[int], present: Present) -> ParallelConfig:
         refusal: Infeasible | None = None
-        for pp, tp, dp in _sizes(len(devices) // present.cp, present):
+        config = present.config
+        for pp, tp, dp in _sizes(len(devices) // config.cp, config):
             try:
-                config = replace(present, pp=pp, tp=tp, dp=dp)
+                config = replace(config, pp=pp, tp=tp, dp=dp)
                 adapter.check(config)
             except Infeasible as refused:
                 refusal = refusal or refused

@@ -10,17 +10,31 @@ import torch.distributed as dist
 
 from ..adapters import Adapter, Place
 from ..adapters.protocol import J
-from ..coordination import any_beats, begin_era, current_era, era_store, lost_before, record_failure, stands_by
+from ..coordination import (
+    any_beats,
+    begin_era,
+    current_era,
+    dismissed,
+    era_store,
+    lost_before,
+    record_failure,
+    stands_by,
+)
 from ..engine.events import phase
 from ..values import ParallelConfig, PeerLost, ShardshiftError
+from .afresh import start_afresh
+from .agent.roster import Roster
+from .buddy import Buddies
 from .course import Course
 from .era import Era
 from .member import Member
+from .present import Present
 from .proposal import Proposal
 from .report import Phases, ResizeReport
 from .resize import Resize
-from .state import Kept, State
-from .transition import Derived, Prepared, Settings, Transition
+from .settings import Settings
+from .state import Kept, State, kinds_of
+from .transition import Derived, Prepared, Transition
 
 FINISHED: Final = "finished"
 """Key of the record that ends standing by."""
@@ -48,8 +62,10 @@ class Party(Generic[J]):
         job: this process's, while it trains.
         severed: whether the job's world is gone.
         moved: this process's state in the new layout, from the commit until the job is built around it.
+        buddies: this process's part in buddy copies.
         stood_by: the devices that stood by when the last era ended.
         gone: the devices that were lost so far.
+        roster: of the nodes; None where the launcher keeps none.
         reports: one for each change that this process took part in.
     """
 
@@ -62,7 +78,16 @@ class Party(Generic[J]):
         self.era = Era(number, member, settings, tuple(member.founders), self._cut_off)
         self.job: J | None = None
         self.severed = False
+        roster = Roster(member.store)
+        self.roster = roster if roster.terms() is not None else None
         self.moved: Kept[J] | None = None
+        self.buddies = Buddies(
+            adapter,
+            member.device,
+            member.topology.devices_per_node,
+            settings.timeout_s,
+            copies=bool(settings.shard_copies),
+        )
         self.stood_by: tuple[int, ...] = ()
         self.gone: set[int] = lost_before(era_store(member.store, number))
         self.reports: list[ResizeReport] = []
@@ -112,7 +137,9 @@ class Party(Generic[J]):
         """The wires for a proposal; and this process's own plan of it, if it is concerned."""
         if self.member.device in proposal.ends:
             self.era.join(proposal.wires, proposal.ends)
-        return Prepared(resize, transition, proposal, derived or (transition.derive(proposal) if concerned else None))
+        if derived is None and concerned and not proposal.afresh:
+            return Prepared(resize, transition, proposal, transition.derive(proposal))
+        return Prepared(resize, transition, proposal, derived)
 
     def take_part(self, state: State[J] | None, prepared: Prepared[J], phases: Phases) -> J | None:
         """Agree, then do it. The job that this process has, if any, is consumed once all have committed.
@@ -124,6 +151,8 @@ class Party(Generic[J]):
         if proposal is None:
             assert isinstance(derived, Exception)
             raise derived  # the lead's refusal
+        if proposal.afresh:
+            return start_afresh(self, transition, proposal, phases)
         assert derived is not None
         self.era.watch.concern(proposal.participants)
         if self.job is not None and not self.severed:
@@ -132,16 +161,21 @@ class Party(Generic[J]):
         with self.timed(phases, "agree"):
             accepted = transition.agree(state, proposal, derived)
         assert not isinstance(derived, Exception)  # agree has raised it
+        rank = derived.plan.curr.rank_of(self.member.device)
+        moved: Kept[J] | None = None
         with self.timed(phases, "move", derived.program.work_bytes), self._alone():
             tensors = transition.move(derived, self.era.wires)
+            if rank is not None and self.settings.survive:
+                kept, records = derived.change.moved(rank, tensors, accepted)
+                moved = Kept(proposal.curr, proposal.iteration, proposal.kinds, kept, records)
+        if moved is not None and self.buddies.copies:
+            with self.timed(phases, "copy"), self._alone():
+                self.buddies.ahead(moved, proposal.curr_devices, self.course.generation + 1, self.era.wires)
         with self.timed(phases, "commit"), self._alone():
             transition.commit(proposal)
         with self.timed(phases, "rebuild"), self._alone():
             self.follow(proposal)
-            rank = derived.plan.curr.rank_of(self.member.device)
-            if rank is not None and self.settings.survive:
-                kept, records = derived.change.moved(rank, tensors, accepted)
-                self.moved = Kept(proposal.curr, proposal.iteration, proposal.kinds, kept, records)
+            self.moved, moved = moved, None
             self.retire()
             if rank is not None:
                 self.job = derived.change.rebuild(self.place(rank), tensors, accepted)
@@ -158,6 +192,8 @@ class Party(Generic[J]):
             try:
                 with self.era.watch.peers():
                     control.stand_by(True)
+                    if self.roster is not None:
+                        self.roster.touch()
                     transition = self.next_transition()
                     if self.course.lost:
                         self._await_recovery(transition)
@@ -168,7 +204,9 @@ class Party(Generic[J]):
                     prepared = self.derive(None, transition, proposal, concerned=concerned)
                     if isinstance(prepared.derived, Derived):
                         transition.make_room(prepared.derived)
-                    if not self._comes(transition.key("due")):
+                    # Whoever is concerned stays: a node is dismissed only when the lead knows that it leaves.
+                    if control.await_any([transition.key("due"), FINISHED]) == FINISHED:
+                        control.stand_by(False)
                         return None
                     if not transition.holds(self.course.lead):
                         continue
@@ -196,11 +234,17 @@ class Party(Generic[J]):
             raise record_failure(control.store, silent or [lead], "recover", reason)
 
     def _comes(self, key: str) -> bool:
-        """Wait for a record; False if training ends before it comes, which ends standing by."""
-        if self.era.control.await_any([key, FINISHED]) == key:
+        """Wait for a record; False if training ends before it comes, or this node leaves, which ends standing by."""
+        if self.era.control.await_any([key, FINISHED, dismissed(self.member.device)]) == key:
             return True
         self.era.control.stand_by(False)
         return False
+
+    def copy(self, job: J) -> None:
+        """Exchange buddy copies of the job as it is now, if the session keeps any; collective over the job's ranks."""
+        if self.buddies.copies:
+            with self.era.watch.peers(), self.era.watch.during("copy"):
+                self.buddies.stepped(job, self.course, self.era.wires)
 
     def retire(self) -> None:
         """Leave the old job's world, if there is one: whatever happens from here on, it is retired once."""
@@ -225,18 +269,27 @@ class Party(Generic[J]):
 
     def joined(self) -> set[int]:
         """Devices that came while the job ran, and have not left."""
-        return set()
+        return set() if self.roster is None else {*self.roster.devices_here()}
+
+    def choose(self, devices: Sequence[int]) -> ParallelConfig:
+        """The configuration that the policy has for some devices."""
+        topology = self.member.topology
+        nodes = max(*devices, *self.course.devices) // topology.devices_per_node + 1
+        topology = topology.with_nodes(max(nodes, topology.nodes))
+        kinds = () if self.job is None else kinds_of(self.adapter, self.job)
+        return self.settings.layouts(devices, Present(self.course.config, self.course.devices, topology, kinds))
 
     def usable(self) -> list[int]:
         """The devices that may run ranks: those that train or stand by.
 
-        Founders need not have said that they stand by: they were there when the era began.
+        Where no roster tells who comes and goes, founders need not have said that they stand by.
         """
         control = self.era.control
         idle = self.devices().difference(self.course.devices)
-        if self.era.number:
+        if self.era.number or self.roster is not None:
             idle = {device for device in idle if stands_by(control.store, device)}
-        return sorted({*self.course.living, *idle} - control.gone())
+        leaving = set() if self.roster is None else {*self.roster.leaving()}
+        return sorted({*self.course.living, *idle} - control.gone() - leaving)
 
     def next_era(self, lost: PeerLost) -> None:
         """Leave an era that has failed for the next one.

@@ -28,8 +28,10 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 from ..models.load import Load, StageLoad
 from ..models.step_time import FLOPS_PER_S, StepTime, step_time
 from ..plan import Plan, make_plan
-from ..values import Infeasible, ParallelConfig, PlacedLayout, Topology
+from ..values import Infeasible, ParallelConfig, PlacedLayout
 from .candidates import Refused, candidates, family_of, nothing_fits, sizes
+from .nearest import nearest
+from .present import Policy, Present
 
 TOLERANCE: Final = 0.03
 """Predicted steps that differ by less than this are as good as one another."""
@@ -54,23 +56,6 @@ class Plannable(Protocol):
 
     def change(self, prev: ParallelConfig, curr: ParallelConfig, *, kinds: Sequence[str]) -> Any:
         """Both layouts of a change; see ``Adapter``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Present:
-    """How the job runs now.
-
-    Attributes:
-        config: its configuration.
-        devices: per virtual rank its device.
-        topology: which devices are on which node, rates, memory.
-        kinds: of optimizer state that exist.
-    """
-
-    config: ParallelConfig
-    devices: tuple[int, ...]
-    topology: Topology
-    kinds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +232,8 @@ class _Timed:
     others: tuple[ParallelConfig, ...]
 
 
-Policy: TypeAlias = Callable[[Sequence[int], Present], ParallelConfig]
-"""Given the devices that may run ranks, and how the job runs now: the configuration to have."""
-
 Given: TypeAlias = (
-    Literal["auto"] | Mapping[int, ParallelConfig | str] | Callable[[Sequence[int]], ParallelConfig | str]
+    Literal["auto", "nearest"] | Mapping[int, ParallelConfig | str] | Callable[[Sequence[int]], ParallelConfig | str]
 )
 
 
@@ -259,8 +241,9 @@ def policy_of(given: Given, adapter: Plannable, settings: Settings | None = None
     """The policy that a user asked for.
 
     Args:
-        given: ``"auto"`` for ``best``; a table, e.g. ``{8: "pp2tp2dp2", 4: "pp2tp2dp1"}``, of which the entry with the
-            most devices that are there counts; or a function of the devices.
+        given: ``"auto"`` for ``best``; ``"nearest"`` for as near to the present one as can be (``nearest``); a table,
+            e.g. ``{8: "pp2tp2dp2", 4: "pp2tp2dp1"}``, of which the entry with the most devices that are there counts;
+            or a function of the devices.
         adapter: knows the job. What a table or a function says is held to its ``check``.
         settings: of ``best``.
 
@@ -270,12 +253,16 @@ def policy_of(given: Given, adapter: Plannable, settings: Settings | None = None
     """
     if given == "auto":
         return lambda devices, present: best(devices, present, adapter, settings).config
+    if given == "nearest":
+        return nearest(adapter)
     if isinstance(given, Mapping):
         choose: Callable[[Sequence[int]], ParallelConfig | str] = _Table(given)
     elif callable(given):
         choose = given
     else:
-        raise Infeasible(f"policy is {given!r}; what to do: give 'auto', a table of configurations, or a function")
+        raise Infeasible(
+            f"policy is {given!r}; what to do: give 'auto', 'nearest', a table of configurations, or a function"
+        )
 
     def policy(devices: Sequence[int], present: Present) -> ParallelConfig:
         config = _parsed(choose(tuple(devices)))

@@ -30,6 +30,8 @@ class Proposal:
         iteration: optimizer steps finished.
         kinds: of optimizer state that there is to move.
         digest: of the lead's plan.
+        copies: (lost device, device that gives the buddy copies of it), of those whose copies are needed.
+        afresh: what is lost, if therefore nothing moves and the job starts from its checkpoint; else empty.
     """
 
     prev: ParallelConfig
@@ -43,6 +45,8 @@ class Proposal:
     iteration: int
     kinds: tuple[str, ...]
     digest: str
+    copies: tuple[tuple[int, int], ...] = ()
+    afresh: str = ""
 
     @property
     def participants(self) -> tuple[int, ...]:
@@ -63,6 +67,8 @@ class Proposal:
             iteration=self.iteration,
             kinds=self.kinds,
             digest=self.digest,
+            copies=self.copies,
+            afresh=self.afresh,
         )
 
     @classmethod
@@ -85,4 +91,6 @@ class Proposal:
             record["iteration"],
             tuple(record["kinds"]),
             record["digest"],
+            tuple((lost, giver) for lost, giver in record["copies"]),
+            record["afresh"],
         )

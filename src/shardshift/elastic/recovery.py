@@ -2,9 +2,10 @@
 
 1. Each survivor looks what it holds: its live state, if it is of a whole step, and the undo copy of the last gate.
    Its world is severed: whoever still waits in a collective of it wakes up.
-2. A new era begins. Each survivor says which steps it can offer; the lowest (the lead) takes the newest that all can,
-   chooses a configuration for the devices that are left, standbys included, and plans with the lost devices as lost:
-   survival is decided per byte, by who holds it. What nobody holds any more is named, and all end with that.
+2. A new era begins. Each survivor says which steps it can offer, of itself and as a buddy of the lost (``buddy``); the
+   lowest (the lead) takes the newest that all can, chooses a configuration for the devices that are left, standbys
+   included, and plans with the lost devices as lost: survival is decided per byte, by who holds it or a copy of it.
+   What nobody holds any more is named, and all end with that, or start from the last checkpoint (``afresh``).
 3. From here on it is a change of layout like any other: derive, agree, move, commit, rebuild. Replicas are compared
    before anything moves, so ranks of different steps cannot be mixed.
 
@@ -15,6 +16,7 @@ A rank that others have given up, though it lives (it was stopped, say), finds i
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Generic
@@ -22,9 +24,11 @@ from typing import Final, Generic
 from ..adapters.protocol import J
 from ..coordination import opened, refusal, to_record
 from ..values import PeerLost, StateLost
+from .afresh import afresh
 from .party import PATIENCE, Party
 from .report import Phases
 from .state import Kept, kinds_of
+from .survivors import Offer, choose
 from .transition import Derived, Prepared, Transition
 from .undo import Undo
 
@@ -53,16 +57,18 @@ class _Job(Generic[J]):
         """The steps that it can offer."""
         return sorted({at for at in (self.live_at, self.undo.iteration) if at is not None})
 
+    def kinds(self, iteration: int) -> tuple[str, ...]:
+        """Kinds of optimizer state that existed in the whole job then."""
+        return kinds_of(self.party.adapter, self.job) if iteration == self.live_at else self.undo.kinds
+
     def of(self, iteration: int) -> Kept[J]:
         """Its state of a step."""
         adapter, job, undo = self.party.adapter, self.job, self.undo
-        live = adapter.shards(job)
-        kinds = kinds_of(adapter, job)
+        live, kinds = adapter.shards(job), self.kinds(iteration)
         if iteration != self.live_at:
             assert iteration == undo.iteration
             undo.put_back(live)
             live = {shard: tensor for shard, tensor in live.items() if shard in undo.shards}
-            kinds = undo.kinds
         adapter.rewind(job, iteration)
         return Kept(job.config, iteration, kinds, live, adapter.alone(job, iteration))
 
@@ -77,6 +83,10 @@ class _Moved(Generic[J]):
     def iterations(self) -> list[int]:
         """The steps that it can offer."""
         return [self.moved.iteration]
+
+    def kinds(self, iteration: int) -> tuple[str, ...]:
+        """Kinds of optimizer state that existed in the whole job then."""
+        return self.moved.kinds
 
     def of(self, iteration: int) -> Kept[J]:
         """Its state of a step."""
@@ -95,6 +105,7 @@ def recover(party: Party[J], lost: PeerLost, undo: Undo, *, job_is_whole: bool) 
     """
     while True:
         held = _held(party, undo, job_is_whole=job_is_whole)
+        _let_go(lost)
         party.next_era(lost)
         if held is None:
             return None
@@ -125,12 +136,16 @@ def _go_on(party: Party[J], held: _Job[J] | _Moved[J]) -> J | None:
     control, course = party.era.control, party.course
     transition = party.next_transition()
     with party.timed(phases, "plan"):
-        control.publish(_roll(control.device), to_record(iterations=held.iterations))
+        offer = Offer(held.iterations, party.buddies.offers(course.generation))
+        control.publish(_roll(control.device), to_record(**offer.fields()))
         derived: Derived[J] | None = None
         if party.leads:
             derived = _propose(party, held, transition)
-        proposal = transition.proposal(course.lead, PATIENCE * control.timeout_s)
-        kept = held.of(proposal.iteration)
+        # One limit more than the lead waits for offers: it says then who has not come, and must not be blamed for that.
+        proposal = transition.proposal(course.lead, (PATIENCE + 1) * control.timeout_s)
+        kept = None
+        if not proposal.afresh:
+            kept = party.buddies.beside(held.of(proposal.iteration), course.generation, proposal.copies)
         prepared: Prepared[J] = party.derive(None, transition, proposal, derived)
         if party.leads:
             transition.decide(holds=True)
@@ -140,13 +155,18 @@ def _go_on(party: Party[J], held: _Job[J] | _Moved[J]) -> J | None:
 def _propose(party: Party[J], held: _Job[J] | _Moved[J], transition: Transition[J]) -> Derived[J] | None:
     """The lead's part: which step, which configuration, which devices."""
     try:
-        iteration = _newest(_offers(party))
+        course = party.course
+        iteration, copies = choose(
+            _offers(party),
+            course.lost,
+            lambda at: party.buddies.lonely(course.config, course.devices, held.kinds(at), course.lost),
+        )
         usable = _usable(party)
-        config = party.settings.layouts(usable, party.course.config)
+        config = party.choose(usable)
     except PeerLost:
         raise
     except Exception as error:
-        party.era.control.publish(transition.key("proposal"), refusal(error))
+        party.era.control.publish(transition.key("proposal"), _refusal(party, error))
         return None
     return transition.propose(
         held.of(iteration),
@@ -155,12 +175,25 @@ def _propose(party: Party[J], held: _Job[J] | _Moved[J], transition: Transition[
         iteration=iteration,
         usable=usable,
         lost=party.course.lost,
+        copies=copies,
         wires=party.era.next_wires,
+        refuse=lambda error: _refusal(party, error),
     )
 
 
-def _offers(party: Party[J]) -> dict[int, list[int]]:
-    """Per survivor the steps that it holds whole.
+def _refusal(party: Party[J], error: Exception) -> bytes:
+    """What all survivors are to raise; or, where state is lost and there is a checkpoint, to start from that."""
+    if not isinstance(error, StateLost) or party.settings.checkpoint is None:
+        return refusal(error)
+    try:
+        usable = _usable(party)
+        return afresh(party, party.choose(usable), usable, str(error))
+    except Exception as worse:
+        return refusal(worse)
+
+
+def _offers(party: Party[J]) -> dict[int, Offer]:
+    """What each survivor holds.
 
     Raises:
         PeerLost: if one does not come.
@@ -168,25 +201,23 @@ def _offers(party: Party[J]) -> dict[int, list[int]]:
     control = party.era.control
     limit_s = PATIENCE * control.timeout_s
     return {
-        device: opened(control.fetch(_roll(device), device, "recover", limit_s))["iterations"]
+        device: Offer.of(opened(control.fetch(_roll(device), device, "recover", limit_s)))
         for device in party.course.living
     }
 
 
-def _newest(offers: dict[int, list[int]]) -> int:
-    """The newest step that all survivors hold.
+def _let_go(error: BaseException) -> None:
+    """Drop what the frames hold that an error went through, and those of the errors behind it.
 
-    Raises:
-        StateLost: if there is none.
+    Process groups are among it, whose threads and sockets live as long as their last reference; and an error that a
+    frame of its own holds would go only with Python's garbage collection, which training loops like to switch off.
     """
-    common = set.intersection(*map(set, offers.values()))
-    if not common:
-        raise StateLost(
-            f"the survivors hold no common step: {offers} (device: finished steps). What to do: restart the job from "
-            "its last checkpoint",
-            ["step"],
-        )
-    return max(common)
+    seen: set[int] = set()
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in seen:
+        seen.add(id(behind))
+        traceback.clear_frames(behind.__traceback__)
+        behind = behind.__cause__ or behind.__context__
 
 
 def _usable(party: Party[J]) -> Sequence[int]:

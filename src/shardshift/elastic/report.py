@@ -43,8 +43,8 @@ class ResizeReport:
         copied_bytes: copied within a device, over all devices.
         moved_bytes: sent between devices, over all.
         least_moved_bytes: the least that any pairing of ranks with devices has to move.
-        phases_s: seconds by phase of the pause on this rank: plan, quiesce, agree, move, commit,
-            rebuild.
+        phases_s: seconds by phase of the pause on this rank: plan, quiesce, agree, move, copy (to buddies, if the
+            session keeps copies), commit, rebuild.
         ahead_s: seconds for which this rank prepared the change beforehand, between two steps.
         lost: devices whose loss the change made good.
     """
@@ -80,6 +80,21 @@ class ResizeReport:
             phases.seconds,
             ahead_s,
             proposal.lost,
+        )
+
+    @classmethod
+    def afresh(cls, proposal: Proposal, iteration: int, phases: Phases) -> ResizeReport:
+        """The report of a start from a checkpoint: nothing was moved.
+
+        Args:
+            proposal: that was carried out.
+            iteration: optimizer steps that are finished in the checkpoint.
+            phases: of this rank.
+        """
+        devices = proposal.curr_devices
+        zeros = dict.fromkeys(("state_bytes", "referred_bytes", "copied_bytes", "moved_bytes", "least_moved_bytes"), 0)
+        return cls(
+            proposal.prev, proposal.curr, iteration, devices, "", **zeros, phases_s=phases.seconds, lost=proposal.lost
         )
 
     @property

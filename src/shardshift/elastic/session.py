@@ -28,18 +28,17 @@ from typing import Generic, Self
 from ..adapters import Adapter
 from ..adapters.protocol import J
 from ..coordination import Watch
-from ..engine import Verify, verifies
-from ..engine.events import Sink, guarded, nowhere
-from ..values import Infeasible, Mismatch, ParallelConfig, PeerLost, ShardshiftError
+from ..values import Mismatch, ParallelConfig, PeerLost, ShardshiftError
+from .desk import Desk
 from .gate import Gate
 from .member import Member
-from .nearest import Layouts, nearest
 from .party import FINISHED, Party
 from .recovery import recover
 from .report import Phases, ResizeReport
-from .resize import Resize, ResizeSource, Script
+from .resize import Resize, ResizeSource
+from .settings import Settings
 from .state import Live, kinds_of
-from .transition import Prepared, Settings, too_few_devices
+from .transition import Prepared, too_few_devices
 from .undo import Undo
 
 
@@ -51,16 +50,21 @@ class Session(Generic[J]):
     """
 
     def __init__(
-        self, adapter: Adapter[J], member: Member, config: ParallelConfig, resizes: ResizeSource, settings: Settings
+        self,
+        adapter: Adapter[J],
+        member: Member,
+        config: ParallelConfig,
+        resizes: ResizeSource,
+        settings: Settings,
+        *,
+        grow: bool = True,
     ) -> None:
-        if settings.policy not in ("auto", "keep"):
-            raise Infeasible(f"unknown policy {settings.policy!r}; what to do: use 'auto' or 'keep'")
-        if settings.prefer not in ("nodes", "bytes"):
-            raise Infeasible(f"unknown preference {settings.prefer!r}; what to do: use 'nodes' or 'bytes'")
         if config.world_size > len(member.founders):
             raise too_few_devices(config, len(member.founders))
         self._party: Party[J] = Party(adapter, member, settings, config)
-        self._resizes, self._settings = resizes, settings
+        self._desk = None if self._party.roster is None else Desk(self._party, resizes, grow=grow)
+        self._resizes = resizes if self._desk is None else self._desk.source
+        self._settings = settings
         self._gate = Gate(self._party.era.control)
         self._undo = Undo()
         self._whole = True
@@ -108,6 +112,8 @@ class Session(Generic[J]):
         if graceful:
             party.era.control.leave(party.devices())
         party.era.close()
+        if self._desk is not None:
+            self._desk.close()
 
     def start(self, initial: Callable[[J], None] | None = None) -> J | None:
         """Begin to train, or stand by until a change of layout gives this process a role.
@@ -136,7 +142,8 @@ class Session(Generic[J]):
             party.job = job = party.adapter.start(party.place(party.course.devices.index(party.member.device)))
             if initial is not None:
                 initial(job)
-            party.adapter.mark(job)
+            party.adapter.mark(job, settled=False)
+            party.copy(job)
             if not self._resizes.alike:
                 self._pass_gate(0)
         self._watch.phase = "train"
@@ -177,11 +184,11 @@ class Session(Generic[J]):
             self._refused_at = job.iteration
             party.settle("train")
             if leads:
-                self._resizes.settled(resize, refused)
+                self._settle(job, resize, None, refused)
             raise
         self._undo.forget()
         if leads:
-            self._resizes.settled(resize, None)
+            self._settle(new, resize, party.reports[-1], None)
         return new
 
     @contextmanager
@@ -205,6 +212,9 @@ class Session(Generic[J]):
             yield
         party.adapter.advance(job)
         self._whole = True
+        party.copy(job)
+        if self._desk is not None:
+            self._desk.stepped(job)
         resize = self._upcoming(job)
         if self._prepared is None and resize is not None and resize.iteration > job.iteration:
             started_s = time.perf_counter()
@@ -234,7 +244,17 @@ class Session(Generic[J]):
         lost = error if isinstance(error, PeerLost) else self._watch.lost(error)
         if lost is None or not self._settings.survive:
             raise error
+        if lost is not error:
+            lost.__cause__ = error
         return self._recover(lost)
+
+    def _settle(
+        self, job: J | None, resize: Resize, report: ResizeReport | None, refusal: ShardshiftError | None
+    ) -> None:
+        """The part of the rank that led a change: say how it ended."""
+        if self._desk is not None:
+            self._desk.changed(job, report)
+        self._resizes.settled(resize, refusal)
 
     def _pass_gate(self, next_iteration: int) -> None:
         """Agree with all ranks to go on, and hear from the lead which change comes next."""
@@ -262,6 +282,8 @@ class Session(Generic[J]):
         self._prepared, self._whole, self._refused_at = None, True, None
         self._gate = Gate(self._party.era.control)
         self._undo.forget()
+        if self._desk is not None and new is not None and self._party.leads:
+            self._desk.changed(new, self._party.reports[-1])
         return new
 
     def _upcoming(self, job: J) -> Resize | None:
@@ -269,7 +291,8 @@ class Session(Generic[J]):
         resize = self._resizes.upcoming(job.iteration) if self._resizes.alike else self._gate.announced
         if resize is None or resize.iteration < job.iteration:
             return None
-        if resize.config == job.config and resize.usable is None:
+        stays = resize.usable is None or {*self._party.course.devices} <= {*resize.usable}
+        if resize.config == job.config and stays:
             return None
         return None if resize.iteration == self._refused_at else resize
 
@@ -304,62 +327,3 @@ class Session(Generic[J]):
         except Exception:
             if graceful:
                 raise  # after a failure the first error matters; groups whose peers are gone may not close cleanly
-
-
-def session(
-    adapter: Adapter[J],
-    layout: ParallelConfig | str,
-    *,
-    resizes: ResizeSource | None = None,
-    member: Member | None = None,
-    policy: str = "auto",
-    prefer: str = "nodes",
-    timeout_s: float = 30.0,
-    staging_bytes: int = 64 << 20,
-    transport: str = "auto",
-    verify: Verify = False,
-    survive: bool = False,
-    layouts: Layouts | None = None,
-    sink: Sink = nowhere,
-) -> Session[J]:
-    """Open this process's part in an elastic training job.
-
-    Args:
-        adapter: for the framework that the job is written in, e.g. ``shardshift.megatron.Adapter``.
-        layout: configuration to begin with, e.g. ``"pp2tp2dp1"``; devices 0, 1, ... take its ranks, others stand by.
-        resizes: where changes of layout come from; None for none.
-        member: this process's membership; None to take it from the launcher's environment variables.
-        policy: ``"auto"`` (keep sources whole until the commit if they and the targets fit memory together, else
-            refuse) or ``"keep"`` (the same without asking for memory to spare).
-        prefer: where new ranks run on several nodes. ``"nodes"``: tensor parallel groups on as few nodes as can be,
-            then as many whole nodes free as can be, then as few moved bytes; ``"bytes"``: as few moved bytes as can be.
-        timeout_s: the longest that a collective, an agreement or a round may take.
-        staging_bytes: the most that one device stages at any time, for sending and receiving together.
-        transport: ``"auto"``: directly within a host where that works, else over gloo; ``"gloo"``: over gloo alone.
-        verify: ``"digest"`` (or True): hold each piece that is moved to a digest of what was sent.
-        survive: whether the job outlives ranks that are lost: ``recover`` goes on without them. Each rank keeps a copy
-            of its state in host memory for it, taken anew before each optimizer step.
-        layouts: chooses a configuration for the devices that a loss leaves: called with them and the present
-            configuration. None: as many devices as can be used, as near to the present configuration as can be.
-        sink: takes the events of all changes of layout (``shardshift.engine.events``).
-
-    Raises:
-        Infeasible: if the layout, the policy, the preference or the verification cannot be.
-    """
-    return Session(
-        adapter,
-        member or Member.from_launcher(timeout_s=timeout_s),
-        ParallelConfig.parse(layout) if isinstance(layout, str) else layout,
-        resizes or Script({}),
-        Settings(
-            policy,
-            prefer,
-            timeout_s,
-            staging_bytes,
-            transport,
-            verifies(verify),
-            survive,
-            layouts or nearest(adapter),
-            guarded(sink),
-        ),
-    )

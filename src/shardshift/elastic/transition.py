@@ -16,42 +16,15 @@ from ..adapters import Adapter, Change
 from ..adapters.protocol import J
 from ..coordination import Control, refusal, settle, to_record
 from ..engine import Copies, Journal, available_bytes, differing, prefault, refuse_differing, run_program
-from ..engine.events import Sink
 from ..plan import Plan, make_plan
 from ..schedule import Program, compile_program, peak_extra_bytes
 from ..transport import Transport
 from ..values import Infeasible, Mismatch, ParallelConfig, PeerLost, PlacedLayout, Shard, ShardshiftError, Topology
-from .nearest import Layouts
 from .proposal import Proposal
 from .resize import Resize
+from .settings import Settings
 from .state import State
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How changes of layout are carried out.
-
-    Attributes:
-        policy: ``"auto"`` or ``"keep"``; see ``session``.
-        prefer: ``"nodes"`` or ``"bytes"``; see ``session``.
-        timeout_s: the longest that a collective, an agreement or a round may take.
-        staging_bytes: the most that one device stages at any time.
-        transport: see ``session``.
-        verify: whether each piece is held to a digest of what was sent.
-        survive: whether the job outlives losses.
-        layouts: chooses a configuration for the devices that a loss leaves.
-        sink: takes events.
-    """
-
-    policy: str
-    prefer: str
-    timeout_s: float
-    staging_bytes: int
-    transport: str
-    verify: bool
-    survive: bool
-    layouts: Layouts
-    sink: Sink
+from .survivors import fitted, with_copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +89,9 @@ class Transition(Generic[J]):
         iteration: int,
         usable: Sequence[int],
         lost: Sequence[int] = (),
+        copies: tuple[tuple[int, int], ...] = (),
         wires: Callable[[Sequence[int]], int],
+        refuse: Callable[[Exception], bytes] = refusal,
     ) -> Derived[J] | None:
         """The lead's part: decide on the pairing and publish it, or the reason why it cannot be.
 
@@ -127,7 +102,9 @@ class Transition(Generic[J]):
             iteration: optimizer steps that will be finished when the change is due.
             usable: the devices that may run a rank of ``target``.
             lost: devices that are gone.
+            copies: (lost device, device that gives the buddy copies of it).
             wires: gives the number of the wires among some devices.
+            refuse: makes the record of a reason why it cannot be.
 
         Returns:
             What the lead has derived on the way; None if it had to refuse.
@@ -137,7 +114,7 @@ class Transition(Generic[J]):
                 raise too_few_devices(target, len(usable))
             self._adapter.check(target)
             change = self._adapter.change(state.config, target, kinds=state.kinds)
-            plan = self._plan(change, devices, usable, target, None, lost)
+            plan = self._plan(change, devices, usable, target, None, lost, copies)
             ends = tuple(sorted({*usable, *devices}.difference(lost)))
             proposal = Proposal(
                 state.config,
@@ -151,10 +128,11 @@ class Transition(Generic[J]):
                 iteration,
                 state.kinds,
                 plan.digest,
+                copies,
             )
             derived, wire = self._derived(plan, change), proposal.to_wire()
         except Exception as error:  # every rank waits for this record: whatever happened must reach them
-            self._control.publish(self.key("proposal"), refusal(error))
+            self._control.publish(self.key("proposal"), refuse(error))
             return None
         self._control.publish(self.key("proposal"), wire)
         return derived
@@ -173,7 +151,13 @@ class Transition(Generic[J]):
         try:
             change = self._adapter.change(proposal.prev, proposal.curr, kinds=proposal.kinds)
             plan = self._plan(
-                change, proposal.prev_devices, proposal.usable, proposal.curr, proposal.curr_devices, proposal.lost
+                change,
+                proposal.prev_devices,
+                proposal.usable,
+                proposal.curr,
+                proposal.curr_devices,
+                proposal.lost,
+                proposal.copies,
             )
             if plan.digest != proposal.digest:
                 raise Mismatch(
@@ -304,6 +288,8 @@ class Transition(Generic[J]):
             if state is not None:
                 self._check_position(state, proposal)
                 self._held = dict(state.held(derived.change))
+                if any(giver == self._control.device for _, giver in proposal.copies):
+                    self._held = fitted(derived.plan.prev.shards_on(self._control.device), self._held)
                 copies = Copies(derived.plan, self._control.device).digests(self._held)
                 records = state.companions()
             for name, content in records.items():
@@ -337,12 +323,13 @@ class Transition(Generic[J]):
         target: ParallelConfig,
         placement: Sequence[int] | None,
         lost: Sequence[int],
+        copies: Sequence[tuple[int, int]],
     ) -> Plan:
         by_nodes = self._settings.prefer == "nodes"
         per_node = self._topology.devices_per_node
         nodes = max(max(*usable, *prev_devices) // per_node + 1, self._topology.nodes)
         return make_plan(
-            PlacedLayout(change.prev, tuple(prev_devices)),
+            PlacedLayout(with_copies(change.prev, prev_devices, copies), tuple(prev_devices)),
             change.curr,
             devices=usable,
             topology=self._topology.with_nodes(nodes),

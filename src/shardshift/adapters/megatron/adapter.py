@@ -128,7 +128,7 @@ class Adapter:
             job = self._build(place, consumed_samples)
         sockets.note()
         job.sockets = sockets
-        self.mark(job)
+        self.mark(job, settled=False)
         return job
 
     def change(self, prev: ParallelConfig, curr: ParallelConfig, *, kinds: Sequence[str]) -> MegatronChange:
@@ -143,7 +143,7 @@ class Adapter:
             extra_state=self._extra_state,
             after_move=self._after_move,
             curr_rows=self._vocab_rows(curr, curr),
-            mark=self.mark,
+            mark=lambda job: self.mark(job, settled=False),
             say=self._say,
         )
 
@@ -175,12 +175,12 @@ class Adapter:
         """This rank's live tensors by shard of its present layout; see ``Adapter`` in ``protocol``."""
         return dict(self._present(job).views)
 
-    def mark(self, job: Job) -> None:
+    def mark(self, job: Job, *, settled: bool = True) -> None:
         """Take note of the state between two steps; see ``Adapter`` in ``protocol``, and ``mark.py``."""
         if job.keeping is None:
             job.keeping = [(name, module) for name, module in carry.modules(job) if extras.keeps(module)]
         try:
-            found: mark.Mark | Exception = mark.take(job, self._present(job).buffers, job.keeping)
+            found: mark.Mark | Exception = mark.take(job, self._present(job).buffers, job.keeping, settled=settled)
         except Exception as error:  # only a loss needs the mark: ``alone`` raises it
             found = error
         job.marks[job.iteration] = found
@@ -229,7 +229,7 @@ class Adapter:
         microbatches.advance(job.position)
         job.stepped_at = gradient_versions(job)
         job.has_stepped = True
-        self.mark(job)
+        self.mark(job, settled=False)
 
     def retire(self, job: Job) -> None:
         """Leave the job's world; its model and optimizer raise on use from now on and hold no state."""
@@ -285,9 +285,16 @@ class Adapter:
         position = self._position(layout.config, record.consumed_samples)
         data = None if self._data is None else self._data(layout, position)
         parts = Parts(list(model), optimizer, scheduler, data)
-        job = Job(parts, layout, record.iteration, position, record.generation, self._audit)
+        job = Job(parts, layout, record.iteration, position, record.generation, self._audit, self._data_from)
         job.stepped_at = gradient_versions(job)
         return job
+
+    def _data_from(self, job: Job, consumed_samples: int) -> tuple[DataPosition, Any]:
+        """For ``Job.begin_at``: end the job's iterator, and make one from a position on."""
+        close_data(job.data)
+        position = self._position(job.config, consumed_samples)
+        microbatches.advance(position)
+        return position, None if self._data is None else self._data(job.layout, position)
 
     def _audit(self, job: Job) -> Audit:
         grid = self._grid(job.config, optim.kinds_of(job.optimizer))

@@ -18,8 +18,10 @@ _BUFFERS: Final = (
     "cached_param_buffer_shard_list",
     "cached_grad_buffer_shard_list",
     "grad_accs",
+    "param_gather_handle",
+    "grad_reduce_handle",
 )
-"""Where buffers, buckets and the wrapper keep memory and hooks (``distributed/``)."""
+"""Where buffers, buckets and the wrapper keep memory, hooks and works under way (``distributed/``)."""
 
 
 def materialise(chunks: Sequence[torch.nn.Module], values: Mapping[Where, torch.Tensor]) -> None:

@@ -106,6 +106,7 @@ class Job:
         position: DataPosition,
         generation: int,
         auditor: Callable[[Job], Audit],
+        data_from: Callable[[Job, int], tuple[DataPosition, Any]],
     ) -> None:
         self.counters: dict[str, int | float] = {}
         self.individual_streams: tuple[str, ...] = ()
@@ -115,7 +116,7 @@ class Job:
         self.present: Present | None = None
         self.keeping: list[tuple[str, torch.nn.Module]] | None = None
         self.sockets: Sockets | None = None
-        self._auditor = auditor
+        self._auditor, self._data_from = auditor, data_from
         self._parts: Parts | None = parts
         self.layout = layout
         self.iteration = iteration
@@ -130,6 +131,23 @@ class Job:
         """
         self._live()
         return self._auditor(self)
+
+    def begin_at(self, iteration: int, consumed_samples: int) -> None:
+        """Go on from where a checkpoint was written; called by what loads it, before the first step.
+
+        The data iterator is made anew, from that position on. Everything else is in the checkpoint.
+
+        Args:
+            iteration: optimizer steps finished.
+            consumed_samples: samples of the training set that were used, over all ranks.
+
+        Raises:
+            Mismatch: if the job is consumed.
+        """
+        parts = self._live()
+        self.position, parts.data = self._data_from(self, consumed_samples)
+        self.iteration = iteration
+        self.marks.clear()
 
     @property
     def config(self) -> ParallelConfig:

@@ -40,6 +40,7 @@ class Mark:
     """One rank's state after a finished step, but for parameters and what the optimizer keeps of them.
 
     Attributes:
+        settled: whether the loop was done with the step (``early``).
         position: of the data.
         counters: the user's.
         buffers: a copy of each buffer that is state.
@@ -51,6 +52,7 @@ class Mark:
         scalers: ``scaler.capture``.
     """
 
+    settled: bool
     position: DataPosition
     counters: Mapping[str, int | float]
     buffers: Mapping[Where, torch.Tensor]
@@ -62,13 +64,14 @@ class Mark:
     scalers: Mapping[str, Any]
 
 
-def take(job: Job, buffers: Mapping[Where, torch.Tensor], keeping: extras.Modules) -> Mark:
+def take(job: Job, buffers: Mapping[Where, torch.Tensor], keeping: extras.Modules, *, settled: bool) -> Mark:
     """Mark the state of now. Local; between two steps.
 
     Args:
         job: the live job.
         buffers: those that are state.
         keeping: the modules that may have extra state.
+        settled: whether the loop is done with the step.
 
     Raises:
         Unaccounted: naming what no record can carry.
@@ -76,6 +79,7 @@ def take(job: Job, buffers: Mapping[Where, torch.Tensor], keeping: extras.Module
     where = f"rank {job.layout.rank} ({job.layout.coordinate})"
     record = carry.job_record(job)
     return Mark(
+        settled,
         job.position,
         dict(job.counters),
         {at: tensor.clone() for at, tensor in buffers.items()},
@@ -103,7 +107,8 @@ def records(job: Job, mark: Mark) -> dict[str, bytes]:
     where = f"rank {job.layout.rank} ({job.layout.coordinate})"
     names = Live.of(job).names_of_keys()
     told = groups.describe(names, mark.groups, mark.steps, where)
-    return alone(mark.record, RankRecord(job.layout.rank, told, mark.streams, mark.extra_state, mark.scalers))
+    record = RankRecord(job.layout.rank, told, mark.streams, mark.extra_state, mark.scalers)
+    return alone(mark.record, record, settled=mark.settled)
 
 
 def rewind(job: Job, iteration: int, mark: Mark, buffers: Mapping[Where, torch.Tensor]) -> None:

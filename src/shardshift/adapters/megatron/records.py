@@ -8,7 +8,7 @@
 3. Every rank of the new layout reads all records, which must agree, and takes what belongs to its coordinate.
 
 After a loss nobody can ask the first ranks, or who is first: so each survivor gives all that it has, the record of the
-job too (``alone``), and these are held against one another when they are read.
+job too (``alone``), and these are held against one another when they are read; ``early`` says which of them count.
 
 Records are bytes of plain values and tensors (``plain``), and are read so that nothing in them can run code.
 """
@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from ...values import Mismatch, ParallelConfig, Unaccounted
 from . import alike, extras, scaler
+from .early import EARLY, completed, parted
 from .extras import ExtraState
 from .groups import GroupRecord, Groups
 from .plain import dump, load, pack, unpack
@@ -156,9 +157,16 @@ class JobRecord:
         return replace(self, generation=self.generation + 1)
 
 
-def alone(job: JobRecord, rank: RankRecord) -> dict[str, bytes]:
-    """What one rank gives after a loss: all that it has, under keys that no other rank gives."""
-    return {f"{_JOB_OF}{rank.rank}": job.to_bytes()[_JOB], **rank.to_bytes(first=True)}
+def alone(job: JobRecord, rank: RankRecord, *, settled: bool) -> dict[str, bytes]:
+    """What one rank gives after a loss: all that it has, under keys that no other rank gives.
+
+    Args:
+        job: the whole job's record, as this rank has it.
+        rank: its own.
+        settled: whether the loop was done with the step (``early``).
+    """
+    records = {f"{_JOB_OF}{rank.rank}": job.to_bytes()[_JOB], **rank.to_bytes(first=True)}
+    return records if settled else {EARLY + key: content for key, content in records.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,20 +203,19 @@ class Companions:
         Raises:
             Mismatch: if a record is missing, or two contradict one another.
         """
+        records, early = parted(records)
         of_jobs = {key: content for key, content in records.items() if key.startswith(_JOB_OF)}
         if _JOB not in records and not of_jobs:
             raise Mismatch(f"the record of the whole job is missing; there are {sorted(records)}")
         job = JobRecord.agreed(of_jobs) if of_jobs else JobRecord.from_bytes(records[_JOB])
         survivors = bool(of_jobs)
-        ranks = {
-            record.rank: record
-            for record in (RankRecord.from_bytes(content) for key, content in records.items() if key.startswith(_RANK))
-        }
+        begun = _by_rank(early)
+        ranks = completed(_by_rank(records), begun, prev, job.individual)
         streams, states = ({rank: getattr(record, what) for rank, record in ranks.items()} for what in _BY_RANK)
         return cls(
             job,
             Groups({rank: record.groups for rank, record in ranks.items()}),
-            Origins.read(prev, streams, job.individual, survivors=survivors),
+            Origins.read(prev, streams, job.individual, survivors=survivors, partial=begun),
             ExtraState.read(prev, states, differing, survivors=survivors),
             scaler.merge(record.scalers for record in ranks.values()),
             survivors,
@@ -221,7 +228,7 @@ class Companions:
         states = {name: self.extra_state.at(name, curr, rank) for name in self.extra_state.copies}
         streams = self.streams.at(curr, rank, job.generation)
         packed = {name: pack(state, name) for name, state in states.items()}
-        return alone(job, RankRecord(rank, self.groups.all, streams, packed, self.scalers))
+        return alone(job, RankRecord(rank, self.groups.all, streams, packed, self.scalers), settled=False)
 
     def check(self, curr: ParallelConfig, names: Iterable[Iterable[str]] = ()) -> None:
         """Look for what ``rebuild`` could not take.
@@ -244,3 +251,8 @@ class Companions:
                     "What to do: let whoever keeps a lost rank's tensors give its records too"
                 )
             self.groups.settings(wanted)
+
+
+def _by_rank(records: Mapping[str, bytes]) -> dict[int, RankRecord]:
+    found = (RankRecord.from_bytes(content) for key, content in records.items() if key.startswith(_RANK))
+    return {record.rank: record for record in found}

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -103,6 +103,7 @@ class Origins:
         individual: Iterable[str] = (),
         *,
         survivors: bool = False,
+        partial: Collection[int] = (),
     ) -> Origins:
         """From what the ranks published.
 
@@ -111,6 +112,7 @@ class Origins:
             published: per virtual rank what ``published`` gave; a rank that differs in nothing may be left out.
             individual: streams that an earlier change found to be individual.
             survivors: whether each rank has published all that it has, and one that is left out is lost.
+            partial: ranks that have published only what no other does (``early``).
 
         Raises:
             Mismatch: if a rank with dp 0 and cp 0 published nothing.
@@ -132,6 +134,8 @@ class Origins:
         seen: dict[tuple[str, str], bytes] = {}
         for name in {name for own in streams.values() for name in own}:
             for rank, own in streams.items():
+                if rank in partial and name not in own:
+                    continue
                 state = own.get(name)
                 if id(state) not in marks:
                     marks[id(state)] = digest(state, name)

@@ -41,6 +41,11 @@ def _members(leaders: Collection[int]) -> set[int]:
     return members
 
 
+def die_with_parent() -> None:
+    """Let the kernel end this process when its parent ends, however that ends (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _watch() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
@@ -53,7 +58,7 @@ def _watch() -> None:
 
 
 def _run(parent: int, command: list[str]) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() != parent:  # it ended before
         os._exit(1)
     try:

@@ -24,7 +24,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from ...coordination import record_loss
+from ...coordination import dismiss, record_loss
 from ...coordination.signs import INTERVAL_S, Beats, any_beats, show
 from ...values import ShardshiftError
 from ..operating.board import Board
@@ -228,6 +228,9 @@ class NodeLife:
             self._write("leaving", workers.pids)
         if self._leave.request is not None:
             answer = Board(self._stores.job).answer(self._leave.request)
+            if answer is not None and answer.state == "done":
+                for device in workers.pids:  # in each era anew
+                    dismiss(self._stores.era(self._stores.current()), device)
             if answer is not None and answer.state == "refused":
                 self._say(f"the job cannot do without node {self._place.slot}: {answer.reason}")
                 self._leave.request = None

@@ -135,7 +135,7 @@ class Roster:
     def write(self, node: NodeRecord) -> None:
         """Say what is now true of a node."""
         self._store.set(_key(node.slot), node.to_json())
-        self._store.add(_VERSION, 1)
+        self.touch()
 
     def node(self, slot: int) -> NodeRecord | None:
         """The record of a node, if it has written one."""
@@ -144,6 +144,10 @@ class Roster:
     def nodes(self) -> tuple[NodeRecord, ...]:
         """The records that there are, in order of slots."""
         return tuple(node for slot in range(self.count()) if (node := self.node(slot)) is not None)
+
+    def touch(self) -> None:
+        """Something has changed that a lead may want to look at, such as a device that stands by now."""
+        self._store.add(_VERSION, 1)
 
     def version(self) -> int:
         """A number that grows whenever a record changes."""
