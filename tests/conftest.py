@@ -33,6 +33,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+STARTS_PROCESSES = {"cases", "demo", "docs", "elastic", "megatron", "transport"}
+"""Folders whose tests start jobs: from one fork server a run, which is whatever the first job asks for."""
+
+PRELOAD = ["shardshift.demo.worker", "tests.cases.movers", "tests.elastic.toy", "tests.megatron.losing"]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the fork server import once what each of some thousand processes would import for itself."""
+    if session.config.option.collectonly:
+        return
+    folders = {item.path.parent.name for item in session.items}
+    if folders & STARTS_PROCESSES:
+        from shardshift.elastic import start_fork_server  # here: a run without such tests need not pay for it
+
+        start_fork_server(PRELOAD)
+
+
 @pytest.fixture(autouse=True)
 def no_process_left_behind() -> Iterator[None]:
     """End what the test left running, and fail the test for it.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .adapters import audit, megatron
-    from .elastic import Member, Resize, ResizeReport, ResizeSource, Script, Session, session
+    from .elastic import Member, Resize, ResizeReport, ResizeSource, Script, Session
+    from .elastic.opening import session
     from .engine import Mover, Resumed, mover_of, names_of, reshard
     from .values import (
         Infeasible,
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     **dict.fromkeys(("audit", "megatron"), "adapters"),
-    **dict.fromkeys(("Member", "Resize", "ResizeReport", "ResizeSource", "Script", "Session", "session"), "elastic"),
+    **dict.fromkeys(("Member", "Resize", "ResizeReport", "ResizeSource", "Script", "Session"), "elastic"),
+    "session": "elastic.opening",
     **dict.fromkeys(("Mover", "Resumed", "mover_of", "names_of", "reshard"), "engine"),
     **dict.fromkeys(
         (

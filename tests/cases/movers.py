@@ -41,7 +41,7 @@ def mover_in(member: Member, devices: int, kind: Any, **options: Any) -> Mover:
 def told(devices: int, worker: Callable[..., None], *args: Any, gone: Sequence[int] = ()) -> dict[int, list[Any]]:
     """What each process sends. Those that are ``gone`` in the end may be lost, and nobody else may fail."""
     found: dict[int, list[Any]] = {device: [] for device in range(devices)}
-    with LocalJob(devices, worker, args, timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
+    with LocalJob(devices, worker, args, timeout_s=TIMEOUT_S) as job:
         try:
             for device, message in job.messages():
                 found[device].append(message)

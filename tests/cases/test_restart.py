@@ -60,7 +60,7 @@ def test_survivors_of_a_crash_in_a_move_hold_the_whole_old_state_and_configurati
     faults = (Fault(2, "move", how),) if how == "kill" else ()
     recipe = Recipe("pp2tp2", {2: "tp4"}, faults=faults, timeout_s=TIMEOUT_S)
     told: dict[int, Any] = {}
-    with LocalJob(4, train_until_lost, (recipe, how), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
+    with LocalJob(4, train_until_lost, (recipe, how), timeout_s=TIMEOUT_S) as job:
         try:
             for device, message in job.messages():
                 if message[0] == "lost":

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import typer
 
+from shardshift import session
 from shardshift.cli import main
 from shardshift.cli.options import byte_size, device_list
-from shardshift.elastic import session
 from shardshift.plan.summary import STAGING_BYTES
 from shardshift.values import ParallelConfig
 

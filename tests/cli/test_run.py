@@ -19,6 +19,7 @@ from tests.elastic.test_launchers import PROGRAM, environment
 
 from shardshift.cli.run import Asked, _command, _control, _endpoint, _hosts, _name, _nodes, _per_node, run_node
 from shardshift.elastic.operating.jobfile import find
+from shardshift.transport.nccl import require_settings
 from shardshift.values import Infeasible
 
 pytestmark = pytest.mark.timeout(100)
@@ -31,6 +32,8 @@ os.write(1, (json.dumps([sys.argv[1:], dict(os.environ)]) + "\\n").encode())
 """
 # A job's own: its name, its store, its files; and a variable by which torch's launcher sets up its own signals.
 OWN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+# Where torchrun lets NCCL end the survivors of a lost rank.
+NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"}
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +59,9 @@ def test_workers_find_what_they_find_under_torchrun(tmp_path: Path) -> None:
     for (_, our), (_, their) in zip(ours, theirs, strict=True):
         assert OWN & our.keys() == OWN & their.keys() - {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
         assert our.pop("SHARDSHIFT_JOB").startswith("show-")
-        assert {name: our[name] for name in our.keys() - OWN} == {name: their[name] for name in their.keys() - OWN}
+        require_settings(our)
+        apart = OWN | NCCL
+        assert {name: our[name] for name in our.keys() - apart} == {name: their[name] for name in their.keys() - apart}
 
 
 def test_streams_are_copied_and_kept_as_torchrun_does(tmp_path: Path) -> None:

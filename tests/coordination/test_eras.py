@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from shardshift.coordination import begin_era, current_era, era_store, record_failure, record_loss
+from shardshift.coordination import begin_era, current_era, era_store, known_dead, record_failure, record_loss
 from shardshift.coordination.eras import lost_before
 from shardshift.coordination.failure import recorded_failure
 
@@ -34,3 +34,12 @@ def test_a_death_that_survivors_have_found_already_is_no_news() -> None:
     assert record_loss(begun, 3, "run", "its process was killed") is None
     assert recorded_failure(begun) is None
     assert record_loss(begun, 2, "run", "its process was killed") is not None
+
+
+def test_who_is_lost_after_the_failure_of_an_era_is_known_to_the_next() -> None:
+    store = era_store(dist.HashStore(), 0)
+    for device in (3, 1):
+        lost = record_loss(store, device, "run", "its process was killed")
+        assert lost is not None
+        assert lost.ranks == (3,)
+    assert known_dead(store) == {1, 3}

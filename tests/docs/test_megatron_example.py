@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "megatron"
 PAGE = (ROOT / "docs" / "megatron.md").read_text()
 BEFORE, AFTER = EXAMPLE / "pretrain_gpt_before.py", EXAMPLE / "pretrain_gpt.py"
+SURVIVING = EXAMPLE / "pretrain_gpt_surviving.py"
 MOST_LINES = 15
 STEPS = 6
 
@@ -83,6 +85,15 @@ def test_at_most_fifteen_lines_are_added_or_changed_and_the_page_shows_them() ->
     told = re.search(r"\*\*(\d+) lines are added or changed\*\*, (\d+) of the old ones go", PAGE)
     assert told is not None
     assert [int(number) for number in told.groups()] == [len(added), len(removed)]
+
+
+def test_the_page_shows_the_loop_that_outlives_losses() -> None:
+    shown = re.search(r"```python\n(.*?survive=True.*?)```", PAGE, re.DOTALL)
+    assert shown is not None
+    loop = [line.strip() for line in shown[1].splitlines()]
+    program = [line.strip() for line in lines_of(SURVIVING)]
+    first = program.index(loop[0])
+    assert program[first : first + len(loop)] == loop
 
 
 def test_what_the_programs_share_knows_nothing_of_shardshift() -> None:
@@ -182,8 +193,29 @@ def run_program(send: Any, program: Path, options: str) -> None:
     sys.path.insert(0, str(EXAMPLE))
     import shardshift.adapters.megatron  # noqa: F401  (the stand-ins, as in on_cpu.py)
 
-    names = {"__name__": "__main__", "__builtins__": builtins, "print": lambda text, **_: send(text)}
-    exec(compile(program.read_text(), str(program), "exec"), names)
+    builtins.print = lambda *texts, **_: send(" ".join(map(str, texts)))  # in what the program imports, too
+    exec(compile(program.read_text(), str(program), "exec"), {"__name__": "__main__", "__builtins__": builtins})
+
+
+def run_and_be_lost(send: Any, program: Path, options: str, lost: int, at: int) -> None:
+    """One process of a program; device ``lost`` ends before the optimizer step ``at`` + 1."""
+    from shardshift.elastic import Session
+
+    commit_step: Any = Session.commit_step
+
+    def ends(self: Any, job: Any) -> Any:
+        if (os.environ["RANK"], job.iteration) == (str(lost), at):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return commit_step(self, job)
+
+    Session.commit_step = ends  # type: ignore[method-assign]
+    run_program(send, program, options)
+
+
+def printed_by_survivors(program: Path, options: str, lost: int, at: int) -> dict[int, Step]:
+    arguments, preload = (program, options, lost, at), ["shardshift.demo.worker"]
+    with LocalJob(DEVICES, run_and_be_lost, arguments, timeout_s=60, preload=preload, survives=True) as job:
+        return steps_in("\n".join(text for _, text in job.messages()))
 
 
 def printed_by(program: Path, options: str) -> dict[int, Step]:
@@ -214,6 +246,24 @@ def test_the_loop_goes_on_through_changes_as_if_there_were_none(
     changed = printed_by(AFTER, f"{options} --resize {resize}")
     check(fixed, changed, first_change=2, tolerance=tolerance)
     assert [step.samples for step in fixed.values()] == expected_samples(data_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "layout", "tolerance"),
+    [
+        ("", "pp2tp1dp2", 1e-5),
+        ("--bf16 --use-distributed-optimizer --overlap", "pp1tp2dp2", 2e-2),
+    ],
+    ids=["fp32", "bf16 and the distributed optimizer, with copies"],
+)
+def test_the_surviving_loop_goes_on_without_a_rank_as_if_none_were_lost(
+    options: str, layout: str, tolerance: float, data_path: str
+) -> None:
+    options = f"--data-path {data_path} {TINY} {options} --layout {layout}"
+    fixed = printed_by(BEFORE, options)
+    survived = printed_by_survivors(SURVIVING, options, lost=1, at=3)
+    check(fixed, survived, first_change=3, tolerance=tolerance)
 
 
 def test_a_change_that_cannot_be_ends_the_program_with_the_reason(data_path: str) -> None:

@@ -18,7 +18,7 @@ from shardshift.elastic import LocalJob, Member, job_store
 from shardshift.values import Infeasible, PeerLost, ShardshiftError, Topology
 
 GRACE_S = 5.0
-PRELOAD = ["shardshift.elastic"]
+PRELOAD = ["shardshift.elastic.opening"]
 
 
 def echo(send: Any, word: str) -> None:

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from tests.unit.strategies import Model, Rule, even_split, grid_layout, inside
 
+from shardshift import session
 from shardshift.adapters import Place
 from shardshift.adapters.megatron.sockets import Sockets
 from shardshift.coordination import Control, era_store
-from shardshift.elastic import LocalJob, Member, Script, session
+from shardshift.elastic import LocalJob, Member, Script
 from shardshift.elastic.session import Session
 from shardshift.elastic.transition import Transition
 from shardshift.engine.events import Event, RoundEnded
@@ -478,7 +479,6 @@ def running(devices: int, recipe: Recipe) -> Iterator[LocalJob]:
         train,
         (recipe,),
         timeout_s=recipe.timeout_s,
-        preload=["shardshift.elastic"],
         survives=recipe.survive,
     ) as job:
         yield job

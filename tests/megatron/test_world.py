@@ -1,5 +1,7 @@
 """The virtual world leaves no trace; the real one is given back whole, change after change."""
 
+import contextlib
+import functools
 import gc
 import os
 import random
@@ -14,13 +16,25 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from tests.megatron.harness import Scenario, Send, initialise, open_session, run_processes, small, start_alone
+from tests.megatron.harness import (
+    TIMEOUT_S,
+    Scenario,
+    Send,
+    initialise,
+    open_session,
+    run_processes,
+    small,
+    start_alone,
+)
+from tests.megatron.training import advance, leave_plain, start_plain, training
+from tests.megatron.training import optimizer_step as train_plain_optimizer
 from tests.megatron.training import train_step as train_training_step
-from tests.megatron.training import training
 from torch.distributed import distributed_c10d as c10d
 
-from shardshift import Mismatch, ParallelConfig
+from shardshift import Member, Mismatch, ParallelConfig
+from shardshift.adapters import Place
 from shardshift.adapters.megatron import Job, RankLayout, world
+from shardshift.adapters.megatron.sharing import shared_groups
 from shardshift.demo.model import build_model, optimizer_step, set_initial_weights, train_step
 
 SCENARIO = Scenario(small(12), "pp2tp1dp1", {})
@@ -101,6 +115,78 @@ def test_an_imagined_world_leaves_no_trace(real: bool) -> None:
     assert sent == [(0, 24, 0), (7, 24, 1), (23, 24, 3), True, True] + [True] * real
 
 
+MOST_SHARED: dict[str, Any] = {
+    "pp2tp2dp1": training(3, dropout=0.1),
+    "pp2tp1dp1vpp2": training(3, layers=4, tied=False),
+    "pp2tp1dp2": training(3, precision="bf16", distributed=True, overlap=True, bucket_size=500),
+    "pp1tp2dp2ep2etp1": training(  # tensor and expert ranks are alike, and those of both kinds of gradients
+        3, experts=4, biases=False, ffn=8, sequence_parallel=True, distributed=True, overlap=True, bucket_size=500
+    ),
+}
+
+
+def train_with_and_without_sharing(send: Send) -> None:
+    torch.set_num_threads(1)
+    member = Member.from_launcher(timeout_s=TIMEOUT_S)
+    for name, recipe in MOST_SHARED.items():
+        config = ParallelConfig.parse(name)
+        for sharing in (False, True) if member.device < config.world_size else ():
+            store = dist.PrefixStore(f"{name}/{sharing}", member.store)
+            with shared_groups(expert_gradients=config.ep > 1) if sharing else contextlib.nullcontext():
+                job: Any = start_plain(recipe, store, config, member.device)
+            set_initial_weights(job, 1)
+            losses = []
+            for _ in range(recipe.steps):
+                losses.append(train_training_step(job))
+                train_plain_optimizer(job)
+                advance(job)
+            weights = [parameter.detach().float().numpy().tobytes() for parameter in job.model[-1].parameters()]
+            send((name, sharing, member.device, losses, weights, len(c10d._world.pg_map)))
+            leave_plain()
+
+
+def test_training_in_shared_groups_is_that_in_megatrons_own_bit_for_bit() -> None:
+    found: dict[Any, Any] = {}
+    for _, (name, sharing, device, *rest) in run_processes(4, train_with_and_without_sharing):
+        found[name, device, sharing] = rest
+    assert {name for name, _, _ in found} == {*MOST_SHARED}
+    for name, device in {key[:2] for key in found}:
+        (losses, weights, groups), (losses_shared, weights_shared, groups_shared) = (
+            found[name, device, sharing] for sharing in (False, True)
+        )
+        assert losses_shared == losses
+        assert weights_shared == weights
+        assert groups_shared < groups
+
+
+class Fills(torch.nn.Module):
+    """Weights by each way that fills at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)  # uniform_
+        self.weight = torch.nn.Parameter(torch.empty(4, 4))
+        init = functools.partial(torch.nn.init.normal_, std=0.02)  # as megatron-core's init_method_normal
+        self.same = init(self.weight) is self.weight and self.weight.data.uniform_(-1, 1).is_meta
+
+
+def test_building_on_meta_leaves_random_values_out_and_real_tensors_are_filled() -> None:
+    ours, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+    expected = torch.empty(8, device="cpu").normal_(generator=theirs)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with world.on_meta():
+        built = Fills()
+        assert built.same
+        assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
+        assert torch.equal(torch.get_rng_state(), before)
+        built.weight.data.normal_(generator=ours)
+        filled = torch.zeros(8, device="cpu").normal_(generator=ours)
+    assert torch.equal(filled, expected)
+    assert torch.empty(2, device="meta").normal_().is_meta
+    assert torch.Tensor.normal_ is torch._C.TensorBase.normal_, "as it was"
+
+
 CYCLE = ("pp1tp2dp1", "pp1tp1dp2ep2", "pp2tp1dp1")
 EXPERTS = training(
     22, experts=2, ffn=8, rms_norm=True, biases=False, sequence_parallel=True, distributed=("pp1tp1dp2ep2", "pp2tp1dp1")
@@ -146,6 +232,69 @@ def held() -> dict[str, int]:
 def resident_kib() -> int:
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+
+
+GRADIENTS, EXPERT_GRADIENTS = "_DATA_PARALLEL_GROUP_WITH_CP", "_EXPERT_DATA_PARALLEL_GROUP"
+LAYOUTS = ("pp2tp1dp1", "pp1tp1dp2", "pp1tp1dp2ep2", "pp1tp2dp1ep2etp1", "pp2tp2dp2", "pp1tp2dp2ep2etp1")
+
+
+def groups_here() -> dict[str, Any]:
+    return {name: group for name, group in vars(parallel_state).items() if isinstance(group, dist.ProcessGroup)}
+
+
+def look_at_groups(send: Send) -> None:
+    """Megatron's groups as it makes them itself, and in our world: do they have the same ranks, and work?"""
+    member = Member.from_launcher(timeout_s=TIMEOUT_S)
+    for name in LAYOUTS:
+        config = ParallelConfig.parse(name)
+        if member.device >= config.world_size:
+            continue
+        start_plain_world(config, member.device, dist.PrefixStore(f"{name}/plain", member.store))
+        plain = {name: dist.get_process_group_ranks(group) for name, group in groups_here().items()}
+        world.leave().wait()
+
+        world.enter(Place(dist.PrefixStore(f"{name}/ours", member.store), config, member.device, TIMEOUT_S))
+        ours = groups_here()
+        assert {name: dist.get_process_group_ranks(group) for name, group in ours.items()} == plain
+        made = {id(group): group for group in ours.values()}
+        for group in made.values():
+            ones = torch.ones(1)
+            dist.all_reduce(ones, group=group)
+            assert ones.item() == group.size()
+        assert len(c10d._world.pg_map) == len(made) + 1, (
+            "each is registered, and so closed, once; and the default group"
+        )
+        send((name, {one: {other for other in ours if ours[other] is ours[one]} for one in ours}, plain))
+        del made, group, ours
+        world.leave().wait()
+        assert not c10d._world.pg_map
+
+
+def start_plain_world(config: ParallelConfig, rank: int, store: Any) -> None:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=config.world_size)
+    parallel_state.initialize_model_parallel(
+        config.tp,
+        config.pp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.expert_tp,
+        create_gloo_process_groups=False,
+    )
+
+
+def test_groups_of_the_same_ranks_are_one_except_those_that_gradients_are_reduced_in() -> None:
+    sent = [message for _, message in run_processes(8, look_at_groups)]
+    assert {name for name, _, _ in sent} == {*LAYOUTS}
+    for name, shared_with, ranks in sent:
+        config = ParallelConfig.parse(name)
+        apart = {GRADIENTS} | ({EXPERT_GRADIENTS} if config.ep > 1 else set())
+        apart = {one for one in apart if len(ranks[one]) > 1}
+        apart |= {alias for one in apart for alias in shared_with[one] if "INTRA_PARTIAL" in alias}  # Megatron's own
+        for one, others in shared_with.items():
+            alike = {other for other in ranks if ranks[other] == ranks[one]}
+            if one in apart:
+                assert {other.replace("_INTRA_PARTIAL", "") for other in others} == {one.replace("_INTRA_PARTIAL", "")}
+            else:
+                assert others == alike - apart
 
 
 def hook_depth() -> int:

@@ -40,7 +40,7 @@ def faults_by_scenario(make: Make, names: Iterable[str]) -> dict[str, list[str |
         names: of scenarios; one that ends a process comes last.
     """
     found: dict[str, list[str | None]] = {}
-    with LocalJob(len(IDS), _play_all, (make, tuple(names)), timeout_s=LONG_S, preload=["shardshift.elastic"]) as job:
+    with LocalJob(len(IDS), _play_all, (make, tuple(names)), timeout_s=LONG_S) as job:
         for _, (name, fault) in job.messages():
             found.setdefault(name, []).append(fault)
     return found

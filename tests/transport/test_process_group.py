@@ -47,7 +47,7 @@ def make_and_close(send: Any) -> None:
 
 
 def test_closing_gives_descriptors_and_threads_back() -> None:
-    with LocalJob(2, make_and_close, (), timeout_s=LONG_S, preload=["shardshift.elastic"]) as job:
+    with LocalJob(2, make_and_close, (), timeout_s=LONG_S) as job:
         for _, seen in job.messages():
             assert set(seen[SETTLED:]) == {seen[SETTLED]}
 

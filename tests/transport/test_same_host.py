@@ -60,7 +60,7 @@ def make_and_close(send: Any) -> None:
 
 
 def test_closing_gives_descriptors_and_threads_back() -> None:
-    with LocalJob(2, make_and_close, (), timeout_s=LONG_S, preload=["shardshift.elastic"]) as job:
+    with LocalJob(2, make_and_close, (), timeout_s=LONG_S) as job:
         for _, seen in job.messages():
             assert set(seen[SETTLED:]) == {seen[SETTLED]}
 
@@ -89,7 +89,7 @@ def stop_while_others_wait(send: Any) -> None:
 
 def test_a_peer_that_hangs_is_an_error_within_the_timeout() -> None:
     found: list[Any] = []
-    job = LocalJob(2, stop_while_others_wait, (), timeout_s=LONG_S, preload=["shardshift.elastic"])
+    job = LocalJob(2, stop_while_others_wait, (), timeout_s=LONG_S)
     with job, pytest.raises(PeerLost, match="signal 9"):
         found.extend(message for _, message in job.messages())
     assert found == [(True, "device 0 with device 1: not complete within 1.0 s")]

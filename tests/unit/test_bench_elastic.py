@@ -55,14 +55,15 @@ def test_a_process_joins_a_running_job_and_another_job_loses_one(elastic: Any) -
     assert found["1 joiners: from start to standing by"].ours > 0
     case = "a rank of dp2 is killed → pp1tp1dp1"
     whole = found.pop(f"{case}: from the kill to the next step")
+    del found[f"{case}: the first step takes longer by"]
     assert sum(row.ours for what, row in found.items() if what.startswith(f"{case}: ")) == pytest.approx(
         whole.ours, rel=1e-4
     )
     assert found["a step of dp2 with gate and undo copy"].baseline == "without"
 
 
-def test_a_pause_is_from_step_to_step_less_one_step(elastic: Any) -> None:
-    """Two ranks; steps end at 1, 2, 3, then after the change at 5.5 (0.5 longer than others), 6.5, 7.5."""
+def test_a_pause_is_from_the_last_end_to_the_last_beginning(elastic: Any) -> None:
+    """Two ranks; steps end at 1, 2, 3; after the change at 5.5, 6.5, 7.5, and the first one lasts from 4 on."""
     prev, curr = ParallelConfig.parse("pp2"), ParallelConfig.parse("tp2")
     reports = [
         ResizeReport(prev, curr, 3, (0, 1), "", 0, 0, 0, 0, 0, {"quiesce": 0.1, "move": move_s})
@@ -71,12 +72,12 @@ def test_a_pause_is_from_step_to_step_less_one_step(elastic: Any) -> None:
     seen = elastic.Seen()
     for generation, first, ends in ((0, 1, (1.0, 2.0, 3.0)), (1, 4, (5.5, 6.5, 7.5))):
         for iteration, end in enumerate(ends, first):
-            seen.steps[generation, iteration] = [(end - 1, end - 0.01), (end - 1, end)]
+            seen.steps[generation, iteration] = [(end - 1.6, end - 0.01), (end - 1.5, end)]
     seen.changes[1] = [(device, report, 1.0) for device, report in enumerate(reports)]
     (found,) = elastic.pauses(seen).of_case.values()
     (pause,) = found
-    assert (pause.case, pause.pause_s, pause.step_s) == ("pp2tp1dp1 → pp1tp2dp1", 1.5, 1.0)
-    assert pause.phases_s == {"quiesce": 0.1, "move": 0.8, "resume": pytest.approx(0.6)}
+    assert (pause.case, pause.pause_s, pause.step_s, pause.first_s) == ("pp2tp1dp1 → pp1tp2dp1", 1.0, 1.0, 0.5)
+    assert pause.phases_s == {"quiesce": 0.1, "move": 0.8, "resume": pytest.approx(0.1)}
 
 
 def test_the_parts_of_a_restart_are_one_after_the_other_and_leave_nothing_out(restart: Any) -> None:
@@ -93,6 +94,5 @@ def test_the_parts_of_a_restart_are_one_after_the_other_and_leave_nothing_out(re
         "imports": 2.0,
         "build": 0.5,
         "load": 1.5,
-        "resume": 0.5,
     }
-    assert found.pause_s == 8.5
+    assert (found.pause_s, found.first_s) == (8.0, 0.5)

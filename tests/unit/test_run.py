@@ -616,5 +616,5 @@ def test_every_element_arrives_over_processes_too(random_moves: list[Move]) -> N
     chain = planned(Move(PlacedLayout(Layout((whole,), (0,)), (2,)), Layout((whole,), (0,) * 4), (0, 1, 2, 3)))
     assert chain.moves.hop.max() == 3
     plans += [(chain, 4 << 20), (chain, 500_000)]
-    with LocalJob(4, move_over_gloo, (plans, 4), timeout_s=TIMEOUT_S, preload=["shardshift.elastic"]) as job:
+    with LocalJob(4, move_over_gloo, (plans, 4), timeout_s=TIMEOUT_S, preload=["shardshift.elastic.opening"]) as job:
         assert [done for _, done in job.messages()] == [len(plans)] * 4

@@ -162,7 +162,7 @@ def run_selftest(backend: str, devices: int | None = None, *, same_host: bool = 
     kind = "nccl" if backend == "nccl" else "same-host" if same_host else "gloo"
     heard = _Heard(sink)
     try:
-        with LocalJob(count, _worker, (kind,), timeout_s=_TIMEOUT_S, preload=["shardshift.elastic"]) as job:
+        with LocalJob(count, _worker, (kind,), timeout_s=_TIMEOUT_S, preload=["shardshift.elastic.opening"]) as job:
             for device, message in job.messages():
                 heard.take(device, message)
     except ShardshiftError as error:

@@ -4,7 +4,7 @@ from .agreement import opened, refusal, settle, to_record
 from .answering import AnsweringStore
 from .control import Control
 from .eras import begin_era, current_era, era_store, lost_before
-from .failure import dismiss, dismissed, record_failure, record_loss, stands_by
+from .failure import dismiss, dismissed, known_dead, record_failure, record_loss, stands_by
 from .pulse import Pulse, as_peer_lost
 from .signs import any_beats, diagnose
 from .watch import Watch
@@ -22,6 +22,7 @@ __all__ = [
     "dismiss",
     "dismissed",
     "era_store",
+    "known_dead",
     "lost_before",
     "opened",
     "record_failure",

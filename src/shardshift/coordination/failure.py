@@ -12,6 +12,7 @@ from .eras import lost_before
 
 _FAILURE_KEY: Final = "failure"
 _GONE_KEY: Final = "gone"
+_DEAD_KEY: Final = "dead"
 
 
 def recorded_failure(store: dist.Store) -> PeerLost | None:
@@ -26,20 +27,31 @@ def record_failure(store: dist.Store, ranks: Iterable[int], phase: str, reason: 
 
 
 def record_loss(store: dist.Store, device: int, phase: str, reason: str) -> PeerLost | None:
-    """Record that one device is lost: the era's failure, unless it stood by and nobody needs it, or is no news."""
+    """Record that one device is lost: the era's failure, unless it stood by and nobody needs it, or is no news.
+
+    A failure names those that were lost first. Whoever is lost after them, in the same era, is in ``known_dead``.
+    """
     if device in lost_before(store):
         return None
     if stands_by(store, device):
         store.append(_GONE_KEY, f"{device},")  # type: ignore[attr-defined]  # the stub lacks it
         return None
+    store.append(_DEAD_KEY, f"{device},")  # type: ignore[attr-defined]
     return record_failure(store, [device], phase, reason)
 
 
 def lost_standbys(store: dist.Store) -> set[int]:
     """The devices that were lost while they stood by."""
-    if not store.check([_GONE_KEY]):
-        return set()
-    return {int(device) for device in store.get(_GONE_KEY).decode().split(",") if device}
+    return _devices(store, _GONE_KEY)
+
+
+def known_dead(store: dist.Store) -> set[int]:
+    """The devices of which a launcher has said in an era that they are lost, apart from standbys."""
+    return _devices(store, _DEAD_KEY)
+
+
+def _devices(store: dist.Store, key: str) -> set[int]:
+    return {int(device) for device in store.get(key).decode().split(",") if device} if store.check([key]) else set()
 
 
 def stand_by(store: dist.Store, device: int, stands: bool) -> None:

@@ -39,9 +39,15 @@ class Desk(Generic[J]):
         self._store = AnsweringStore.over(party.member.store, party.settings.timeout_s)
         sources: list[ResizeSource] = [BoardSource(Board(self._store), party.usable, self._choose)]
         if grow and party.roster is not None:
-            roster = party.roster
             sources.append(
-                Growth(roster.version, roster.devices_here, party.usable, lambda: party.course.config, self._choose)
+                Growth(
+                    party.roster,
+                    party.member.founders,
+                    usable=party.usable,
+                    gone=lambda: party.gone,
+                    present=lambda: party.course.config,
+                    choose=self._choose,
+                )
             )
         self.source = Sources(*sources, others)
         self._status = Status(self._store)

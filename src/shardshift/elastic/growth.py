@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from ..values import Infeasible, ParallelConfig, ShardshiftError
+from .agent.roster import Roster
 from .resize import Resize
 
 AHEAD: Final = 2
@@ -15,42 +16,47 @@ AHEAD: Final = 2
 class Growth:
     """A ``ResizeSource`` that looks who is there each time that something has changed among the nodes.
 
-    It keeps nothing that matters: another lead looks for itself.
+    A device is offered once: what was asked to shrink stays small, though devices stand by then. Which were is in the
+    store, for the next lead.
 
     Args:
-        version: a number that grows with each change among the nodes; asked at each step.
-        here: the devices of nodes that are there and stay, whether or not they are ready.
-        usable: those that may run ranks now.
-        present: the configuration that runs.
-        choose: the configuration for some devices.
+        roster: of the nodes; its version is asked at each step.
+        founders: the devices that the job began with, which are no news.
+        usable: gives the devices that may run ranks now.
+        gone: gives those that were lost; their node's record may not say so yet.
+        present: gives the configuration that runs.
+        choose: gives the configuration for some devices.
     """
 
     alike = False
 
     def __init__(
         self,
-        version: Callable[[], int],
-        here: Callable[[], Sequence[int]],
+        roster: Roster,
+        founders: Collection[int],
+        *,
         usable: Callable[[], Sequence[int]],
+        gone: Callable[[], Collection[int]],
         present: Callable[[], ParallelConfig],
         choose: Callable[[Sequence[int]], ParallelConfig],
     ) -> None:
-        self._version, self._here, self._usable = version, here, usable
+        self._roster, self._founders, self._usable, self._gone = roster, {*founders}, usable, gone
         self._present, self._choose = present, choose
         self._looked_at: int | None = None
         self._announced: Resize | None = None
 
     def upcoming(self, iteration: int) -> Resize | None:
-        """A change to more devices, if there are more than the job uses and it would use them."""
+        """A change to more devices, if some have come that the job would use."""
         if self._announced is not None and self._announced.iteration >= iteration:
             return self._announced
         self._announced = None
-        version = self._version()
+        version = self._roster.version()
         if version == self._looked_at:
             return None
         self._looked_at = version
+        here = {*self._roster.devices_here()}.difference(self._gone())
         usable = tuple(self._usable())
-        if not {*self._here()} <= {*usable}:
+        if here <= self._founders | self._roster.offered() or not here <= {*usable}:
             return None  # a node comes as a whole: the version grows once more when its last device stands by
         try:
             config = self._choose(usable)
@@ -61,6 +67,7 @@ class Growth:
         return self._announced
 
     def settled(self, resize: Resize, refusal: ShardshiftError | None) -> None:
-        """Look again when the nodes have changed again."""
+        """Offer these devices no more."""
         if resize == self._announced:
             self._announced = None
+            self._roster.offer(resize.usable or ())

@@ -7,6 +7,7 @@ server, and the fork server with this process.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import time
@@ -191,7 +192,10 @@ class LocalJob:
     def _tell(self, device: int, exitcode: int, errors: dict[int, ShardshiftError]) -> PeerLost | None:
         how = f"was ended by signal {-exitcode}" if exitcode < 0 else f"ended with exit code {exitcode}"
         reason = str(errors[device]) if device in errors else f"its process {how}"
-        return record_loss(self._era, device, "run", reason)
+        recorded, lost = None, None
+        while recorded != (now := current_era(self._shared)):  # survivors may go on to the next meanwhile
+            recorded, lost = now, record_loss(era_store(self._shared, now), device, "run", reason)
+        return lost
 
     @property
     def _era(self) -> dist.Store:
@@ -223,6 +227,7 @@ def _release_fork_server() -> None:
 
 
 def _run_worker(device: int, devices: int, port: int, pipe: Connection, worker: Worker, args: tuple[Any, ...]) -> None:
+    gc.freeze()  # what was imported is no process's garbage: full collections need not look at it
     die_with_parent()  # the launcher; or the fork server,
     _release_fork_server()  # which ends when the launcher does
     os.environ.update(

@@ -54,7 +54,7 @@ def session(
             of its state in host memory for it, taken anew before each optimizer step.
         shard_copies: 1: what only one rank holds (optimizer state under ZeRO-1) is copied to another's host memory
             after each step, so that the job outlives the loss of any one rank; needs ``survive``. 0: it is not.
-        checkpoint: loads the last checkpoint into a job that was started afresh, on each rank of whatever layout it has.
+        checkpoint: loads the last checkpoint into a job that was started afresh, on each rank of its layout.
             Called after a loss that took state which nobody else holds; without it such a loss is ``StateLost``.
         layouts: chooses a configuration where only devices are given: after a loss, when nodes join or leave, and for
             ``shardshift resize --devices``. ``"auto"``: the fastest that fits (``docs/policy.md``); ``"nearest"``: as

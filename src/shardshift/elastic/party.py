@@ -16,6 +16,7 @@ from ..coordination import (
     current_era,
     dismissed,
     era_store,
+    known_dead,
     lost_before,
     record_failure,
     stands_by,
@@ -308,10 +309,13 @@ class Party(Generic[J]):
         if not self.course.living:
             raise lost
         self.course.publish(begin_era(self.member.store, old.number, lost.ranks))
+        others = known_dead(old.control.store) - self.gone
         old.close()
         self.era = Era(old.number + 1, self.member, self.settings, self.course.living, self._cut_off)
         self.era.start()
         self.era.watch.concern(self.course.living)
+        if others:  # nobody need wait for them: the new era has failed, too
+            record_failure(self.era.control.store, others, "run", "was lost together with others")
 
     def _cut_off(self) -> None:
         """Wake the main thread, should it wait in a collective of a world that has lost a rank. From another thread."""

@@ -29,6 +29,7 @@ from ..adapters import Adapter
 from ..adapters.protocol import J
 from ..coordination import Watch
 from ..values import Mismatch, ParallelConfig, PeerLost, ShardshiftError
+from .collector import held_off
 from .desk import Desk
 from .gate import Gate
 from .member import Member
@@ -174,7 +175,7 @@ class Session(Generic[J]):
             return job
         phases, leads = Phases(), party.leads
         try:
-            with self._watch.peers():
+            with self._watch.peers(), held_off():
                 with party.timed(phases, "plan"):
                     prepared = self._plan(job, resize)
                 new = party.take_part(Live(party.adapter, job), prepared, phases)
@@ -246,7 +247,8 @@ class Session(Generic[J]):
             raise error
         if lost is not error:
             lost.__cause__ = error
-        return self._recover(lost)
+        with held_off():
+            return self._recover(lost)
 
     def _settle(
         self, job: J | None, resize: Resize, report: ResizeReport | None, refusal: ShardshiftError | None

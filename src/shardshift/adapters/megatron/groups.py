@@ -160,8 +160,12 @@ class Groups:
         """
         found: GroupRecord | None = None
         first, step = "", None
+        compared: set[int] = set()  # a group holds many of the names, and costs a digest per setting
         for name in names:
             for group in self._of.get(name, ()):
+                if id(group) in compared:
+                    continue
+                compared.add(id(group))
                 if found is None:
                     found, first = group, name
                 elif differing := _differing(found.settings, group.settings):

@@ -40,6 +40,7 @@ NEEDED: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
             "create_gloo_process_groups",
         ),
     ),
+    ("parallel_state", "create_group", ("ranks", "group_desc")),
     ("parallel_state", "get_data_parallel_group", ("with_context_parallel",)),
     ("process_groups_config", "ProcessGroupCollection", ()),
     ("distributed.distributed_data_parallel", "DistributedDataParallel.start_param_sync", ("force_sync",)),

@@ -32,6 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ...values import ParallelConfig
 from ..protocol import Place
+from .sharing import shared_groups
 from .sockets import Sockets
 
 
@@ -89,16 +90,18 @@ def initialize(config: ParallelConfig, timeout_s: float, *, gloo: bool) -> None:
         timeout_s: of collectives.
         gloo: whether there are groups for the host beside those for GPUs.
     """
-    parallel_state.initialize_model_parallel(
-        config.tp,
-        config.pp,
-        config.vpp if config.vpp > 1 else None,
-        context_parallel_size=config.cp,
-        expert_model_parallel_size=config.ep,
-        expert_tensor_parallel_size=config.expert_tp,
-        distributed_timeout_minutes=timeout_s / 60,
-        create_gloo_process_groups=gloo,
-    )
+    only_gloo = dist.get_backend() == "gloo"
+    with shared_groups(expert_gradients=config.ep > 1) if only_gloo else contextlib.nullcontext():
+        parallel_state.initialize_model_parallel(
+            config.tp,
+            config.pp,
+            config.vpp if config.vpp > 1 else None,
+            context_parallel_size=config.cp,
+            expert_model_parallel_size=config.ep,
+            expert_tensor_parallel_size=config.expert_tp,
+            distributed_timeout_minutes=timeout_s / 60,
+            create_gloo_process_groups=gloo,
+        )
 
 
 def forget() -> None:
@@ -231,11 +234,15 @@ def on_meta(*, wrapping: bool = False) -> Iterator[None]:
     wraps in buffers on ``torch.cuda.current_device()`` (``param_and_grad_buffer.py``), and tells parameters apart by
     ``Tensor.type()``, which names the device (``distrib_optimizer.py``, ``optimizer.py``). And models are moved with
     ``chunk.cuda(torch.cuda.current_device())``.
+
+    Random values for a tensor that has none are left out: torch gives them in Python code, draws nothing, and takes a
+    third of the time of a build.
     """
     real: dict[str, Any] = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
     empty = torch.empty
     builder = threading.get_ident()  # other threads of the job (prefetching) go on as they were
     current_device, tensor_type, to_cuda = torch.cuda.current_device, torch.Tensor.type, torch.Tensor.cuda
+    random_fills: dict[str, Any] = {name: getattr(torch.Tensor, name) for name in ("normal_", "uniform_")}
 
     def without_data(collective: Any) -> Any:
         def called(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -252,6 +259,12 @@ def on_meta(*, wrapping: bool = False) -> Iterator[None]:
         here = threading.get_ident() == builder
         return empty(*args, **kwargs | {"device": "meta"} if here else kwargs)
 
+    def filled(fill: Any) -> Any:
+        def called(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return self if self.is_meta else fill(self, *args, **kwargs)
+
+        return called
+
     patched: Any = torch
     for name, collective in real.items():
         setattr(dist, name, without_data(collective))
@@ -261,6 +274,8 @@ def on_meta(*, wrapping: bool = False) -> Iterator[None]:
         )
     else:  # a wrapper may send objects between ranks, in memory that is made empty
         patched.empty = empty_on_meta
+    for name, fill in random_fills.items():
+        setattr(patched.Tensor, name, filled(fill))
     patched.Tensor.type = type_as_real
     patched.Tensor.cuda = lambda self, *args, **kwargs: self if self.is_meta else to_cuda(self, *args, **kwargs)
     try:
@@ -269,6 +284,8 @@ def on_meta(*, wrapping: bool = False) -> Iterator[None]:
     finally:
         for name, collective in real.items():
             setattr(dist, name, collective)
+        for name, fill in random_fills.items():
+            setattr(patched.Tensor, name, fill)
         patched.empty = empty
         patched.cuda.current_device, patched.Tensor.type, patched.Tensor.cuda = current_device, tensor_type, to_cuda
 

@@ -11,7 +11,7 @@ number ``roster/version`` grows, so who wants to know whether anything is new re
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -25,6 +25,7 @@ State = Literal["here", "leaving", "left"]
 _TERMS: Final = "terms"
 _COUNT: Final = "node/count"
 _VERSION: Final = "roster/version"
+_OFFERED: Final = "growth/offered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,14 @@ class Roster:
     def version(self) -> int:
         """A number that grows whenever a record changes."""
         return self._store.add(_VERSION, 0)
+
+    def offer(self, devices: Iterable[int]) -> None:
+        """Note that the job has been offered these devices."""
+        self._store.set(_OFFERED, json.dumps(sorted(self.offered().union(devices))))
+
+    def offered(self) -> set[int]:
+        """The devices that the job has been offered since they came."""
+        return set(json.loads(self._store.get(_OFFERED))) if self._store.check([_OFFERED]) else set()
 
     def devices_here(self) -> tuple[int, ...]:
         """The devices whose workers run on nodes that stay, in rising order."""
