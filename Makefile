@@ -20,7 +20,6 @@
 
 ARGS ?=
 WORKERS ?= 2
-ALONE := tests/cases tests/demo tests/docs tests/elastic tests/megatron tests/transport
 TORCH_INDEX ?=
 
 VENV := .venv
@@ -75,8 +74,8 @@ demo: $(STAMP)
 
 test: check $(OLDER)
 # Tests that start up to 8 processes each run one after the other. Status 5 is no tests: ARGS may choose some of one part.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ALONE:%=--ignore=%) $(ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest $(ALONE) $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not alone' $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ]
 
 check: lint types imports
 

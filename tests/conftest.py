@@ -22,7 +22,21 @@ ENDING_S = 5.0
 """How long processes that a test started may take to end after it."""
 
 
+STARTS_PROCESSES = {"cases", "demo", "docs", "elastic", "megatron", "transport"}
+"""Folders whose tests start jobs: from one fork server a run, which is whatever the first job asks for."""
+
+ONE_PROCESS = {
+    *("alone", "bounds", "declared", "described", "flat", "fused", "layers_and_experts", "many_changes", "placements"),
+    *("vocabulary", "board", "endpoint", "growth", "log", "metrics", "nearest", "policy", "proposal", "resize"),
+    *("roster", "sources", "status", "undo", "groups", "connect", "nccl", "offers", "views"),
+}
+"""Files of these folders whose tests start none. All others are marked ``alone``: they have the cores to themselves."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in STARTS_PROCESSES and item.path.stem.removeprefix("test_") not in ONE_PROCESS:
+            item.add_marker("alone")
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -33,9 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-STARTS_PROCESSES = {"cases", "demo", "docs", "elastic", "megatron", "transport"}
-"""Folders whose tests start jobs: from one fork server a run, which is whatever the first job asks for."""
-
 PRELOAD = ["shardshift.demo.worker", "tests.cases.movers", "tests.elastic.toy", "tests.megatron.losing"]
 
 
@@ -43,8 +54,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the fork server import once what each of some thousand processes would import for itself."""
     if session.config.option.collectonly:
         return
-    folders = {item.path.parent.name for item in session.items}
-    if folders & STARTS_PROCESSES:
+    if any(item.get_closest_marker("alone") for item in session.items):
         from shardshift.elastic import start_fork_server  # here: a run without such tests need not pay for it
 
         start_fork_server(PRELOAD)

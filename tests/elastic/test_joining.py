@@ -138,22 +138,3 @@ def test_a_node_joins_is_asked_to_leave_and_nobody_is_started_again(tmp_path: Pa
         assert first.end() == 0, "".join(first.lines)
         assert all(len(of) == 1 for of in pids(first.lines).values())
         assert "WRONG" not in "".join([*first.lines, *second.lines])
-
-
-@pytest.mark.timeout(180)
-def test_a_node_that_is_killed_takes_nothing_along_that_another_holds(tmp_path: Path) -> None:
-    with running(tmp_path, "pp2") as job:
-        first = job.node()
-        first.says("0: trains pp2tp1dp1 exact")
-        second = job.node()
-        first.says("0: trains pp2tp1dp2 exact")
-        second.process.kill()
-        first.says("0: recovered exact")
-        first.says("0: trains pp2tp1dp1 exact")
-        third = job.node()
-        first.says("0: trains pp2tp1dp2 exact")
-        third.says("trains pp2tp1dp2 exact")
-        job.stop.touch()
-        assert first.end() == 0, "".join(first.lines)
-        assert third.end() == 0, "".join(third.lines)
-        assert all(len(of) == 1 for of in pids(first.lines).values())

@@ -103,6 +103,11 @@ class LocalJob:
         self._workers[device] = process
 
     @property
+    def store(self) -> dist.Store:
+        """The job's store, as its workers have it in ``Member.store``."""
+        return self._shared
+
+    @property
     def pids(self) -> dict[int, int]:
         """Process id by device."""
         return {device: process.pid for device, process in self._workers.items() if process.pid is not None}
