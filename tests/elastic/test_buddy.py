@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tests.elastic.test_recovery import STEPS, TIMEOUT_S, assert_went_on
-from tests.elastic.toy import Fault, Outcome, Recipe, ToyAdapter, ToyJob, layout_of, logical, play
+from tests.elastic.test_recovery import survive as survive_without
+from tests.elastic.toy import Fault, ToyAdapter, ToyJob, layout_of, logical
 
 from shardshift.elastic.buddy import Buddies
 from shardshift.elastic.course import Course
@@ -21,12 +23,7 @@ from shardshift.values import Infeasible, Kind, Mismatch, ParallelConfig, Region
 DP2 = ParallelConfig.parse("pp2dp2")
 
 
-def survive(devices: int, start: str, *faults: Fault, changes: dict[int, str] | None = None) -> Outcome:
-    recipe = Recipe(
-        start, changes or {}, steps=STEPS, faults=faults, timeout_s=TIMEOUT_S, survive=True, sharded=True,
-        shard_copies=1,
-    )  # fmt: skip
-    return play(devices, recipe)
+survive = partial(survive_without, sharded=True, shard_copies=1)
 
 
 @pytest.mark.timeout(60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.elastic.toy import Fault, Outcome, Recipe, play, running
 
@@ -12,12 +14,15 @@ STEPS = 4
 
 
 def survive(
-    devices: int, start: str, *faults: Fault, changes: dict[int, str] | None = None, sharded: bool = False
+    devices: int,
+    start: str,
+    *faults: Fault,
+    changes: dict[int, str] | None = None,
+    sharded: bool = False,
+    shard_copies: int = 0,
 ) -> Outcome:
-    recipe = Recipe(
-        start, changes or {}, steps=STEPS, faults=faults, timeout_s=TIMEOUT_S, survive=True, sharded=sharded
-    )
-    return play(devices, recipe)
+    recipe = Recipe(start, changes or {}, STEPS, faults, TIMEOUT_S, survive=True, sharded=sharded)
+    return play(devices, replace(recipe, shard_copies=shard_copies))
 
 
 def assert_went_on(outcome: Outcome, lost: set[int], survivors: set[int], iteration: set[int]) -> None:
