@@ -21,7 +21,7 @@ from shardshift.coordination import era_store, stands_by
 from shardshift.demo.model import Recipe, optimizer_step, set_initial_weights, train_step
 from shardshift.demo.worker import Task, _quiet
 from shardshift.elastic import LocalJob, ResizeReport, Session
-from shardshift.elastic.growth import AHEAD
+from shardshift.elastic.resize import AHEAD
 
 Send = Callable[[Any], None]
 WORKER: Final = "shardshift.demo.worker"

@@ -18,10 +18,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from shardshift.coordination import present_store
 from shardshift.coordination.failure import recorded_failure
 from shardshift.elastic import job_store, start_fork_server
 from shardshift.elastic.agent.agent import Agent, Launch
-from shardshift.elastic.agent.roster import NodeRecord, Roster, Terms, current_store
+from shardshift.elastic.agent.roster import NodeRecord, Roster, Terms
 from shardshift.elastic.operating.board import Answer, Board
 from shardshift.values import ShardshiftError
 
@@ -212,7 +213,7 @@ def test_where_a_worker_dies_the_others_live_on_and_its_loss_is_recorded(cluster
     first, second = cluster.workers(2)
     first.process.kill()
     cluster.until(lambda roster: roster.devices_here() == (1,))
-    lost = recorded_failure(current_store(cluster.store))
+    lost = recorded_failure(present_store(cluster.store))
     assert lost is not None
     assert lost.ranks == (0,)
     assert "SIGKILL" in lost.reason
@@ -230,7 +231,7 @@ def test_a_joiner_that_fails_before_it_takes_part_is_no_loss_of_the_job(cluster:
     cluster.workers(1)[0].does("exit", 3)
     _, text = joiner.end()
     assert "ended with exit code 3" in text
-    assert recorded_failure(current_store(cluster.store)) is None
+    assert recorded_failure(present_store(cluster.store)) is None
     founder.does("exit", 0)
     assert host.end() == ("status", 0)
 

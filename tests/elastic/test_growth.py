@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from shardshift.elastic.agent.roster import NodeRecord, Roster
-from shardshift.elastic.growth import AHEAD, Growth
-from shardshift.elastic.resize import Resize
+from shardshift.elastic.growth import Growth
+from shardshift.elastic.resize import AHEAD, Resize
 from shardshift.values import Infeasible, ParallelConfig
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from shardshift.coordination import begin_era, record_loss
+from shardshift.coordination import begin_era, present_store, record_loss
 from shardshift.coordination.failure import recorded_failure
 from shardshift.coordination.signs import show
 from shardshift.elastic.agent.joining import join
-from shardshift.elastic.agent.roster import NodeRecord, Roster, Stores, Terms, current_store
+from shardshift.elastic.agent.roster import NodeRecord, Roster, Stores, Terms
 from shardshift.values import Infeasible, Mismatch, ShardshiftError
 
 TERMS = Terms("job", devices_per_node=2, min_nodes=1, max_nodes=2)
@@ -82,7 +82,7 @@ def test_the_first_node_says_how_many_there_may_be(roster: Roster) -> None:
 
 def test_a_loss_is_recorded_in_the_era_that_the_job_is_in(store: dist.Store) -> None:
     begin_era(store, 0, [7])
-    record_loss(current_store(store), 3, "run", "ordered by the test")
+    record_loss(present_store(store), 3, "run", "ordered by the test")
     failure = recorded_failure(dist.PrefixStore("era/1", store))
     assert failure is not None
     assert failure.ranks == (3,)

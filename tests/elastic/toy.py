@@ -24,7 +24,7 @@ from tests.unit.strategies import Model, Rule, even_split, grid_layout, inside
 
 from shardshift import session
 from shardshift.adapters import Place
-from shardshift.adapters.megatron.sockets import Sockets
+from shardshift.adapters.sockets import Sockets
 from shardshift.coordination import Control, era_store
 from shardshift.elastic import LocalJob, Member, Script
 from shardshift.elastic.session import Session

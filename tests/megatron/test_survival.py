@@ -27,7 +27,7 @@ from tests.megatron.training import Training, corpus_of, optimizer_step, train_s
 from shardshift import Member, Mismatch, ParallelConfig, PeerLost
 from shardshift.adapters import Place
 from shardshift.adapters.megatron import Adapter, Job
-from shardshift.adapters.megatron.sockets import Sockets
+from shardshift.adapters.sockets import Sockets
 from shardshift.demo import oracle
 from shardshift.elastic import LocalJob
 from shardshift.values import Shard

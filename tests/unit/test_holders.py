@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.strategies import Model, Rule, even_grid, inside, layouts, models
 
 from shardshift.plan import make_plan
-from shardshift.plan.holders import Holders, buddies_of, lonely, tolerates
+from shardshift.plan.holders import Holders, buddies_of
 from shardshift.values import Kind, Layout, PlacedLayout, Shard, Tensor
 
 
@@ -60,7 +60,7 @@ some = settings(max_examples=60)
 @some
 @given(any_layout)
 def test_lonely_shards_are_those_with_an_element_of_one_holder(layout: Layout) -> None:
-    assert [lonely(layout, rank) for rank in range(layout.world_size)] == brute_lonely(layout)
+    assert [Holders(layout).lonely(rank) for rank in range(layout.world_size)] == brute_lonely(layout)
 
 
 @some
@@ -69,11 +69,11 @@ def test_what_is_tolerated_is_counted_element_by_element(layout: Layout, data: s
     ranks = range(layout.world_size)
     nodes = [data.draw(st.integers(0, 3)) for _ in ranks]
     buddies = [data.draw(st.integers(-1, layout.world_size - 1)) for _ in ranks]
-    assert tolerates(layout) == least(holders(layout), ranks)
-    assert tolerates(layout, nodes) == least(holders(layout), nodes)
+    assert Holders(layout).tolerates() == least(holders(layout), ranks)
+    assert Holders(layout).tolerates(nodes) == least(holders(layout), nodes)
     with_copies = holders(layout, copies(layout, buddies))
-    assert tolerates(layout, None, buddies) == least(with_copies, ranks)
-    assert tolerates(layout, nodes, buddies) == least(with_copies, nodes)
+    assert Holders(layout).tolerates(None, buddies) == least(with_copies, ranks)
+    assert Holders(layout).tolerates(nodes, buddies) == least(with_copies, nodes)
 
 
 @some
@@ -138,5 +138,5 @@ def test_a_distributed_optimizer_outlives_no_loss_whatever_dp_is(config: str, ex
     weight = Tensor(Kind.PARAM, "w", (6, 4), "bfloat16", 2)
     moment = Tensor(Kind.EXP_AVG, "w", (6, 4), "float32", 4)
     layout = even_grid(Model(1, (Rule(weight, 0, 0), Rule(moment, 0, "flat"))), config)
-    assert tolerates(layout) == expected
-    assert tolerates(layout, None, buddies_of(range(2), 1)) == {"param": 1, "exp_avg": 1}
+    assert Holders(layout).tolerates() == expected
+    assert Holders(layout).tolerates(None, buddies_of(range(2), 1)) == {"param": 1, "exp_avg": 1}

@@ -189,7 +189,7 @@ class Adapter(Protocol[J]):
         """
 
     def advance(self, job: J) -> None:
-        """Count one optimizer step that is finished, and ``mark`` it."""
+        """Count one optimizer step that is finished."""
 
     def mark(self, job: J, *, settled: bool = True) -> None:
         """Take note of what the next forward changes without being asked: random streams, buffers, the data position.

@@ -3,8 +3,8 @@
 from .agreement import opened, refusal, settle, to_record
 from .answering import AnsweringStore
 from .control import Control
-from .eras import begin_era, current_era, era_store, lost_before
-from .failure import dismiss, dismissed, known_dead, record_failure, record_loss, stands_by
+from .eras import begin_era, current_era, era_store, lost_before, present_store
+from .failure import dismiss, dismissed, known_dead, record_failure, record_loss, stands_by, tell_loss
 from .pulse import Pulse, as_peer_lost
 from .signs import any_beats, diagnose
 from .watch import Watch
@@ -25,10 +25,12 @@ __all__ = [
     "known_dead",
     "lost_before",
     "opened",
+    "present_store",
     "record_failure",
     "record_loss",
     "refusal",
     "settle",
     "stands_by",
+    "tell_loss",
     "to_record",
 ]

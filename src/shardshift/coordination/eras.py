@@ -22,6 +22,11 @@ def current_era(store: dist.Store) -> int:
     return int(store.get(_CURRENT)) if store.check([_CURRENT]) else 0
 
 
+def present_store(store: dist.Store) -> dist.Store:
+    """What the job's present era has to itself."""
+    return era_store(store, current_era(store))
+
+
 def era_store(store: dist.Store, era: int) -> dist.Store:
     """The part of the job's store that an era has to itself."""
     return dist.PrefixStore(f"era/{era}", store)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch.distributed as dist
@@ -38,6 +38,21 @@ def record_loss(store: dist.Store, device: int, phase: str, reason: str) -> Peer
         return None
     store.append(_DEAD_KEY, f"{device},")  # type: ignore[attr-defined]
     return record_failure(store, [device], phase, reason)
+
+
+def tell_loss(present: Callable[[], int], of: Callable[[int], dist.Store], device: int, reason: str) -> PeerLost | None:
+    """A launcher's part: record that a worker is lost, in whichever era is the present one by the time it is recorded.
+
+    Args:
+        present: gives the present era.
+        of: gives the store of an era.
+        device: that is lost.
+        reason: how its process ended.
+    """
+    recorded, lost = None, None
+    while recorded != (now := present()):  # survivors may go on to the next one meanwhile
+        recorded, lost = now, record_loss(of(now), device, "run", reason)
+    return lost
 
 
 def lost_standbys(store: dist.Store) -> set[int]:

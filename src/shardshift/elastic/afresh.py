@@ -7,9 +7,9 @@ function loads it. Without such a function the loss is an error that names what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from ..adapters.protocol import JobLike
+from ..adapters.protocol import J
 from ..values import ParallelConfig
 from .proposal import Proposal
 from .report import Phases, ResizeReport
@@ -17,8 +17,6 @@ from .report import Phases, ResizeReport
 if TYPE_CHECKING:
     from .party import Party
     from .transition import Transition
-
-J = TypeVar("J", bound=JobLike)
 
 
 def afresh(party: Party[J], config: ParallelConfig, usable: Sequence[int], reason: str) -> bytes:
@@ -66,7 +64,7 @@ def start_afresh(party: Party[J], transition: Transition[J], proposal: Proposal,
             rank = proposal.curr_devices.index(party.member.device)
             party.job = job = party.adapter.start(party.place(rank))
             load(job)
-            party.adapter.mark(job)
+            party.mark()
     party.reports.append(ResizeReport.afresh(proposal, 0 if party.job is None else party.job.iteration, phases))
     party.era.watch.phase = "standby" if party.job is None else "train"
     return party.job

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Final
 
 from ..values import Infeasible, ParallelConfig, ShardshiftError
 from .agent.roster import Roster
-from .resize import Resize
-
-AHEAD: Final = 2
-"""Steps between the announcement of a change and the change: one to tell everyone, one to plan it."""
+from .resize import AHEAD, Resize
 
 
 class Growth:

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from ..coordination import Control, current_era, era_store, record_loss, stands_by
+from ..coordination import Control, current_era, era_store, present_store, stands_by, tell_loss
 from ..values import PeerLost, ShardshiftError
 from .agent.guard import die_with_parent
 from .member import job_store
@@ -191,24 +191,19 @@ class LocalJob:
 
     def _lost(self, device: int, exitcode: int, errors: dict[int, ShardshiftError]) -> PeerLost | None:
         """Tell the survivors of a worker that ended badly, unless they know better already."""
-        known = Control(self._era, -1, self._timeout_s).failure()
+        known = Control(present_store(self._shared), -1, self._timeout_s).failure()
         return self._tell(device, exitcode, errors) if known is None else known
 
     def _tell(self, device: int, exitcode: int, errors: dict[int, ShardshiftError]) -> PeerLost | None:
         how = f"was ended by signal {-exitcode}" if exitcode < 0 else f"ended with exit code {exitcode}"
         reason = str(errors[device]) if device in errors else f"its process {how}"
-        recorded, lost = None, None
-        while recorded != (now := current_era(self._shared)):  # survivors may go on to the next meanwhile
-            recorded, lost = now, record_loss(era_store(self._shared, now), device, "run", reason)
-        return lost
-
-    @property
-    def _era(self) -> dist.Store:
-        return era_store(self._shared, current_era(self._shared))
+        shared = self._shared
+        return tell_loss(lambda: current_era(shared), lambda era: era_store(shared, era), device, reason)
 
     def _all_stand_by(self, running: Iterable[int]) -> bool:
         """Whether nobody trains any more: who stands by ends at once then, unless it hangs."""
-        return all(stands_by(self._era, device) for device in running)
+        era = present_store(self._shared)
+        return all(stands_by(era, device) for device in running)
 
 
 def start_fork_server(preload: Sequence[str]) -> ForkServerContext:

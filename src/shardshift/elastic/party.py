@@ -98,24 +98,22 @@ class Party(Generic[J]):
         """Whether this process speaks for the job."""
         return self.member.device == self.course.lead
 
-    def prepare(self, state: State[J] | None, resize: Resize | None, usable: Sequence[int]) -> Prepared[J]:
+    def prepare(self, state: State[J], resize: Resize) -> Prepared[J]:
         """Propose (the lead) and derive a change; a refusal is kept for when the change is due.
 
         Args:
-            state: what this process has; None where it trains not.
+            state: what this process has.
             resize: the change.
-            usable: for the lead: the devices that may run ranks.
         """
         transition = self.next_transition()
         derived: Derived[J] | None = None
-        if self.leads and resize is not None:
-            assert state is not None
+        if self.leads:
             derived = transition.propose(
                 state,
                 resize.config,
                 self.course.devices,
                 iteration=resize.iteration,
-                usable=usable,
+                usable=resize.usable or self.usable(),
                 wires=self.era.next_wires,
             )
         try:
@@ -180,6 +178,7 @@ class Party(Generic[J]):
             self.retire()
             if rank is not None:
                 self.job = derived.change.rebuild(self.place(rank), tensors, accepted)
+                self.mark(settled=False)
             self.moved = None
         self.reports.append(ResizeReport.of(derived.plan, proposal, phases, prepared.ahead_s))
         self.era.watch.phase = "standby" if self.job is None else "train"
@@ -240,6 +239,11 @@ class Party(Generic[J]):
             return True
         self.era.control.stand_by(False)
         return False
+
+    def mark(self, *, settled: bool = True) -> None:
+        """Mark the job's state between two steps, where the session is to outlive losses: nothing else needs marks."""
+        if self.settings.survive and self.job is not None:
+            self.adapter.mark(self.job, settled=settled)
 
     def copy(self, job: J) -> None:
         """Exchange buddy copies of the job as it is now, if the session keeps any; collective over the job's ranks."""

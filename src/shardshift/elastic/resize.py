@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from ..values import Infeasible, ParallelConfig, ShardshiftError
+
+AHEAD: Final = 2
+"""Steps between the announcement of a change and the change: one to tell everyone, one to plan it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,8 @@ class ResizeSource(Protocol):
     Attributes:
         alike: whether every rank has such a source and gets the same answers: then each asks its own, at any time.
 
-    A source that learns of changes from outside announces them for two steps ahead of the present iteration: one step
-    in which everyone hears of it, one in which it is planned and joiners make room, while training goes on.
+    A source that learns of changes from outside announces them for ``AHEAD`` steps after the present iteration: one
+    step in which everyone hears of it, one in which it is planned and joiners make room, while training goes on.
     """
 
     alike: bool

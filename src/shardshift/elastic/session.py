@@ -143,7 +143,7 @@ class Session(Generic[J]):
             party.job = job = party.adapter.start(party.place(party.course.devices.index(party.member.device)))
             if initial is not None:
                 initial(job)
-            party.adapter.mark(job, settled=False)
+            party.mark(settled=False)
             party.copy(job)
             if not self._resizes.alike:
                 self._pass_gate(0)
@@ -155,7 +155,7 @@ class Session(Generic[J]):
 
         A change that was refused is not due again at the same iteration: the job trains on.
         """
-        self._party.adapter.mark(job)  # whatever the loop has done since the step belongs to it
+        self._party.mark()  # whatever the loop has done since the step belongs to it
         resize = self._upcoming(job)
         return resize is not None and resize.iteration == job.iteration
 
@@ -212,6 +212,7 @@ class Session(Generic[J]):
         with self._watch.during("step"):
             yield
         party.adapter.advance(job)
+        party.mark(settled=False)
         self._whole = True
         party.copy(job)
         if self._desk is not None:
@@ -300,7 +301,7 @@ class Session(Generic[J]):
 
     def _prepare(self, job: J, resize: Resize) -> Prepared[J]:
         party = self._party
-        return party.prepare(Live(party.adapter, job), resize, resize.usable or party.usable())
+        return party.prepare(Live(party.adapter, job), resize)
 
     def _plan(self, job: J, resize: Resize) -> Prepared[J]:
         """What was prepared for the change that is due, if it still holds; else a new plan."""

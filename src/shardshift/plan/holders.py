@@ -163,18 +163,6 @@ class Holders:
         return box(parts.low[part], parts.high[part], int(self._cells.dims[int(parts.joint[part])]))
 
 
-def tolerates(
-    layout: Layout, nodes: Sequence[int] | None = None, buddies: Sequence[int] | None = None
-) -> dict[str, int]:
-    """How many losses of any ranks, or of any whole nodes, each kind of state outlives; see ``Holders.tolerates``."""
-    return Holders(layout).tolerates(nodes, buddies)
-
-
-def lonely(layout: Layout, rank: int) -> Role:
-    """The shards of a rank that hold something that no other rank holds, in order of need."""
-    return Holders(layout).lonely(rank)
-
-
 def buddies_of(devices: Sequence[int], devices_per_node: int) -> tuple[int, ...]:
     """Who keeps whose copies: per rank the rank of its buddy, on another node where there is one.
 

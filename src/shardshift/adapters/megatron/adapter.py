@@ -128,7 +128,6 @@ class Adapter:
             job = self._build(place, consumed_samples)
         sockets.note()
         job.sockets = sockets
-        self.mark(job, settled=False)
         return job
 
     def change(self, prev: ParallelConfig, curr: ParallelConfig, *, kinds: Sequence[str]) -> MegatronChange:
@@ -143,7 +142,6 @@ class Adapter:
             extra_state=self._extra_state,
             after_move=self._after_move,
             curr_rows=self._vocab_rows(curr, curr),
-            mark=lambda job: self.mark(job, settled=False),
             say=self._say,
         )
 
@@ -223,13 +221,12 @@ class Adapter:
             drain(job)
 
     def advance(self, job: Job) -> None:
-        """Count one finished optimizer step and the samples that it used, and mark it."""
+        """Count one finished optimizer step and the samples that it used."""
         job.iteration += 1
         job.position = self._position(job.config, job.position.consumed_samples + job.position.global_batch_size)
         microbatches.advance(job.position)
         job.stepped_at = gradient_versions(job)
         job.has_stepped = True
-        self.mark(job, settled=False)
 
     def retire(self, job: Job) -> None:
         """Leave the job's world; its model and optimizer raise on use from now on and hold no state."""
@@ -350,7 +347,7 @@ def _marked(job: Job, iteration: int) -> mark.Mark:
     if found is None:
         raise Mismatch(
             f"rank {job.layout.rank} cannot go back to step {iteration}, only to {sorted(job.marks)}; what to do: call "
-            "advance (session.commit_step) after every step, on all ranks"
+            "mark (session.commit_step) after every step, on all ranks"
         )
     return found
 

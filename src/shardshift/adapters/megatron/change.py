@@ -114,12 +114,11 @@ class MegatronChange:
         extra_state: extras.Differing = "error",
         after_move: Callable[[Job], None] | None = None,
         curr_rows: int | None = None,
-        mark: Callable[[Job], None] = lambda job: None,
         say: Callable[[str], None] = unheard,
     ) -> None:
         self._batch_sizes = batch_sizes
         self._extra_state, self._after_move = extra_state, after_move
-        self._curr_rows, self._mark, self._say = curr_rows, mark, say
+        self._curr_rows, self._say = curr_rows, say
         self._prev, self._curr = prev, curr
         self._build_model, self._assemble = build_model, assemble
         self._slot_of: dict[int, dict[Shard, Slot]] = {}
@@ -273,7 +272,6 @@ class MegatronChange:
             job = self._build(place, tensors, accepted)
         sockets.note()
         job.sockets = sockets
-        self._mark(job)
         return job
 
     def _build(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: Companions) -> Job:

@@ -11,10 +11,10 @@ import torch
 from ...values import Coordinate, ExpertCoordinate, Mismatch, ParallelConfig
 
 if TYPE_CHECKING:
+    from ..sockets import Sockets
     from .audit import Audit
     from .mark import Mark
     from .present import Present
-    from .sockets import Sockets
 
 
 @dataclass(frozen=True, slots=True)

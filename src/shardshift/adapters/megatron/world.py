@@ -32,8 +32,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from ...values import ParallelConfig
 from ..protocol import Place
+from ..sockets import Sockets
 from .sharing import shared_groups
-from .sockets import Sockets
 
 
 def _state() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from ...coordination import dismiss, record_loss
+from ...coordination import dismiss, tell_loss
 from ...coordination.signs import INTERVAL_S, Beats, any_beats, show
 from ...values import ShardshiftError
 from ..operating.board import Board
@@ -174,13 +174,8 @@ class NodeLife:
         self._note(workers, workers.kill(), why)
 
     def _lost(self, device: int, reason: str) -> None:
-        """Record a loss in the present era, whichever that is by the time it is recorded."""
-        if not self._matters(device):
-            return
-        recorded = None
-        while recorded != (now := self._stores.current()):
-            record_loss(self._stores.era(now), device, "run", reason)
-            recorded = now
+        if self._matters(device):
+            tell_loss(self._stores.current, self._stores.era, device, reason)
 
     def _matters(self, device: int) -> bool:
         """Whether anybody can depend on a device: a joiner that never entered a session is no loss."""

@@ -217,15 +217,6 @@ class Stores:
         return answering
 
 
-def current_store(store: dist.Store) -> dist.Store:
-    """What the job's present era has to itself, e.g. for ``coordination.record_loss``.
-
-    Args:
-        store: of the job.
-    """
-    return era_store(store, current_era(store))
-
-
 def _terms_json(terms: Terms) -> str:
     names = ("name", "devices_per_node", "min_nodes", "max_nodes")
     return json.dumps({name: getattr(terms, name) for name in names})

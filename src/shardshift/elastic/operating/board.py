@@ -27,7 +27,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch.distributed as dist
 
 from ...values import Infeasible, Mismatch, ParallelConfig, PeerLost, ShardshiftError
-from ..resize import Resize
+from ..resize import AHEAD, Resize
 from .request import Request
 
 State: TypeAlias = Literal["queued", "announced", "done", "refused"]
@@ -195,7 +195,7 @@ class BoardSource:
     alike = False
 
     def __init__(
-        self, board: Board, devices: Callable[[], Sequence[int]], policy: Policy | None = None, *, ahead: int = 2
+        self, board: Board, devices: Callable[[], Sequence[int]], policy: Policy | None = None, *, ahead: int = AHEAD
     ) -> None:
         self._board, self._devices, self._policy, self._ahead = board, devices, policy, ahead
         self._leaves: dict[int, tuple[int, ...]] = {}
