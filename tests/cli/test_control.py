@@ -7,14 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from tests.cli.shell import Shell, make_shell
 
-from shardshift.cli import main
 from shardshift.cli.control import runtime_folder
 from shardshift.elastic.operating import endpoint as endpoint_module
 from shardshift.elastic.operating.board import STATUS_KEY, Board, BoardSource
@@ -37,34 +37,11 @@ STATUS = {
 }
 
 
-@dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Shell = Callable[..., Done]
-
-
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Shell:
     """Run a command line in this process."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-    def run(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["shardshift", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 1 if ended.code else 0
-        out, err = capsys.readouterr()
-        return Done(code, out, err)
-
-    return run
+    return make_shell(monkeypatch, capsys)
 
 
 def policy(devices: Sequence[int]) -> ParallelConfig:

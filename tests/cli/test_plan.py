@@ -5,19 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
+from tests.cli.shell import Shell, make_shell
 
 from shardshift import session
-from shardshift.cli import main
 from shardshift.cli.options import byte_size, device_list
 from shardshift.plan.summary import STAGING_BYTES
 from shardshift.values import ParallelConfig
@@ -30,37 +26,10 @@ KEYS = [
 ]
 
 
-@dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Shell = Callable[..., Done]
-
-
 @pytest.fixture
 def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
     """Run a command line in this process."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setenv("COLUMNS", "80")
-
-    def run(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["shardshift", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 1 if ended.code else 0
-        out, err = capsys.readouterr()
-        return Done(code, out, err)
-
-    return run
+    return make_shell(monkeypatch, capsys)
 
 
 # plan

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.elastic.test_recovery import STEPS, TIMEOUT_S, assert_went_on
-from tests.elastic.test_recovery import survive as survive_without
+from tests.elastic.test_recovery import COPIES, TIMEOUT_S, assert_went_on, survive
 from tests.elastic.toy import Fault, ToyAdapter, ToyJob, layout_of, logical
 
 from shardshift.elastic.buddy import Buddies
@@ -23,65 +21,19 @@ from shardshift.values import Infeasible, Kind, Mismatch, ParallelConfig, Region
 DP2 = ParallelConfig.parse("pp2dp2")
 
 
-survive = partial(survive_without, sharded=True, shard_copies=1)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("lost", "where", "at"),
-    [
-        (0, "forward", 0),
-        (3, "gate passed", 2),
-        (0, "norm", 2),
-        (1, "committed", 3),
-    ],
-)
-def test_the_rest_goes_on_from_the_last_whole_step(lost: int, where: str, at: int) -> None:
-    outcome = survive(4, "pp2dp2", Fault(lost, where, "kill", at))
-    assert_went_on(outcome, {lost}, {0, 1, 2, 3} - {lost}, {at})
+# Losses wherever one can be lost: test_recovery, with copies as with replicas.
 
 
 @pytest.mark.timeout(60)
 def test_a_rank_that_is_lost_before_its_copy_arrived_sets_the_job_back_by_one_step() -> None:
     """The toy gives its companions as it sends its copy; the step is done on all ranks then."""
-    outcome = survive(4, "pp2dp2", Fault(0, "alone", "kill", 2))
+    outcome = survive(4, "pp2dp2", Fault(0, "alone", "kill", 2), **COPIES)
     assert_went_on(outcome, {0}, {1, 2, 3}, {1})
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("lost", "where"), [(0, "move"), (3, "moved"), (0, "commit"), (3, "rebuild")])
-def test_a_loss_in_a_change_leaves_the_old_state_or_the_new_one(lost: int, where: str) -> None:
-    """After "moved" copies of the new layout are made; after "commit" they are what counts."""
-    outcome = survive(4, "pp2dp2", Fault(lost, where, "kill", 2), changes={2: "dp4"})
-    assert_went_on(outcome, {lost}, {0, 1, 2, 3} - {lost}, {2})
-
-
-@pytest.mark.timeout(60)
-def test_a_standby_takes_the_place() -> None:
-    outcome = survive(5, "pp2dp2", Fault(1, "half", "kill", 2))
-    assert_went_on(outcome, {1}, {0, 2, 3}, {2})
-    assert {layout for ((_, layout, _),) in outcome.told("done").values()} == {"pp2tp1dp2"}
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("where", ["move", "rebuild"])
-def test_another_loss_while_the_job_recovers(where: str) -> None:
-    """Devices 1 and 4 are no buddies of one another, in the first layout; the phases come at iteration 2 again."""
-    outcome = survive(6, "pp2dp3", Fault(1, "half", "kill", 2), Fault(4, where, "kill", 2))
-    assert_went_on(outcome, {1, 4}, {0, 2, 3, 5}, {2})
-
-
-@pytest.mark.timeout(60)
-def test_losses_one_after_the_other_until_one_is_left() -> None:
-    faults = [Fault(0, "forward", "kill", 1), Fault(3, "norm", "kill", 2), Fault(1, "gate passed", "kill", 3)]
-    outcome = survive(4, "dp4", *faults)
-    assert outcome.error is None
-    assert outcome.told("done") == {2: [(STEPS, "pp1tp1dp1", True)]}
-
-
-@pytest.mark.timeout(60)
 def test_a_rank_that_is_lost_with_its_buddy_takes_what_it_held_alone_along() -> None:
-    outcome = survive(4, "pp2dp2", Fault(1, "half", "kill", 2), Fault(2, "half", "kill", 2))
+    outcome = survive(4, "pp2dp2", Fault(1, "half", "kill", 2), Fault(2, "half", "kill", 2), **COPIES)
     assert isinstance(outcome.error, StateLost)
     assert "exp_avg" in str(outcome.error)
     assert "devices [1] are lost" in str(outcome.error)
@@ -90,7 +42,7 @@ def test_a_rank_that_is_lost_with_its_buddy_takes_what_it_held_alone_along() -> 
 
 @pytest.mark.timeout(60)
 def test_ranks_that_are_no_buddies_may_be_lost_together() -> None:
-    outcome = survive(4, "pp2dp2", Fault(0, "half", "kill", 2), Fault(2, "half", "kill", 2))
+    outcome = survive(4, "pp2dp2", Fault(0, "half", "kill", 2), Fault(2, "half", "kill", 2), **COPIES)
     assert_went_on(outcome, {0, 2}, {1, 3}, {2})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.elastic.toy import Fault, Outcome, Recipe, play, running
@@ -11,6 +12,11 @@ from shardshift.values import PeerLost, StateLost
 
 TIMEOUT_S = 4.0
 STEPS = 4
+
+
+REPLICAS: dict[str, Any] = {"sharded": False}
+"""Everything has two holders; or moments have one, and a buddy's copy."""
+COPIES: dict[str, Any] = {"sharded": True, "shard_copies": 1}
 
 
 def survive(
@@ -40,29 +46,38 @@ def assert_went_on(outcome: Outcome, lost: set[int], survivors: set[int], iterat
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("lost", "where", "at"),
+    ("lost", "where", "at", "how"),
     [
-        (0, "forward", 2),
-        (3, "gate passed", 2),
-        (0, "half", 2),
-        (1, "norm", 2),
-        (3, "stepped", 2),
-        (1, "committed", 3),
+        (0, "forward", 2, REPLICAS),
+        (3, "gate passed", 2, REPLICAS),
+        (0, "half", 2, REPLICAS),
+        (1, "norm", 2, REPLICAS),
+        (3, "stepped", 2, REPLICAS),
+        (1, "committed", 3, REPLICAS),
+        (0, "forward", 0, COPIES),
+        (3, "gate passed", 2, COPIES),
+        (0, "norm", 2, COPIES),
+        (1, "committed", 3, COPIES),
     ],
 )
-def test_the_rest_goes_on_from_the_last_whole_step(lost: int, where: str, at: int) -> None:
-    outcome = survive(4, "pp2dp2", Fault(lost, where, "kill", at))
+def test_the_rest_goes_on_from_the_last_whole_step(lost: int, where: str, at: int, how: dict[str, Any]) -> None:
+    outcome = survive(4, "pp2dp2", Fault(lost, where, "kill", at), **how)
     assert_went_on(outcome, {lost}, {0, 1, 2, 3} - {lost}, {at})
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("lost", "where"),
-    [(0, "plan"), (3, "quiesce"), (0, "agree"), (3, "accept"), (0, "move"), (3, "commit"), (0, "rebuild")],
+    ("lost", "where", "how"),
+    [
+        *((lost, where, REPLICAS) for lost, where in ((0, "plan"), (3, "quiesce"), (0, "agree"), (3, "accept"))),
+        *((lost, where, REPLICAS) for lost, where in ((0, "move"), (3, "commit"), (0, "rebuild"))),
+        *((lost, where, COPIES) for lost, where in ((0, "move"), (3, "moved"), (0, "commit"), (3, "rebuild"))),
+    ],
 )
-def test_a_loss_in_a_change_leaves_the_old_state_or_the_new_one(lost: int, where: str) -> None:
+def test_a_loss_in_a_change_leaves_the_old_state_or_the_new_one(lost: int, where: str, how: dict[str, Any]) -> None:
+    """After "moved" copies of the new layout are made; after "commit" they are what counts."""
     at = 1 if where == "plan" else 2  # it is planned ahead
-    outcome = survive(4, "pp2dp2", Fault(lost, where, "kill", at), changes={2: "dp4"})
+    outcome = survive(4, "pp2dp2", Fault(lost, where, "kill", at), changes={2: "dp4"}, **how)
     assert_went_on(outcome, {lost}, {0, 1, 2, 3} - {lost}, {at})
 
 
@@ -80,8 +95,9 @@ def test_a_rank_that_hangs_is_given_up(where: str) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_standby_takes_the_place() -> None:
-    outcome = survive(5, "pp2dp2", Fault(1, "half", "kill", 2))
+@pytest.mark.parametrize("how", [REPLICAS, COPIES])
+def test_a_standby_takes_the_place(how: dict[str, Any]) -> None:
+    outcome = survive(5, "pp2dp2", Fault(1, "half", "kill", 2), **how)
     assert_went_on(outcome, {1}, {0, 2, 3}, {2})
     assert {layout for ((_, layout, _),) in outcome.told("done").values()} == {"pp2tp1dp2"}
     assert outcome.told("done").keys() == {0, 2, 3, 4}
@@ -94,17 +110,24 @@ def test_a_node_that_is_lost_takes_several_ranks_along() -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("where", ["alone", "move", "commit", "rebuild"])
-def test_another_loss_while_the_job_recovers(where: str) -> None:
-    """Device 5 is lost in the recovery from the loss of device 1: there the phases come at iteration 2 again."""
-    outcome = survive(6, "pp2dp3", Fault(1, "half", "kill", 2), Fault(5, where, "kill", 2))
-    assert_went_on(outcome, {1, 5}, {0, 2, 3, 4}, {2})
+@pytest.mark.parametrize(
+    ("second", "where", "how"),
+    [
+        *((5, where, REPLICAS) for where in ("alone", "move", "commit", "rebuild")),
+        *((4, where, COPIES) for where in ("move", "rebuild")),  # in the first layout no buddy of device 1
+    ],
+)
+def test_another_loss_while_the_job_recovers(second: int, where: str, how: dict[str, Any]) -> None:
+    """It is lost in the recovery from the loss of device 1: there the phases come at iteration 2 again."""
+    outcome = survive(6, "pp2dp3", Fault(1, "half", "kill", 2), Fault(second, where, "kill", 2), **how)
+    assert_went_on(outcome, {1, second}, {*range(6)} - {1, second}, {2})
 
 
 @pytest.mark.timeout(60)
-def test_losses_one_after_the_other_until_one_is_left() -> None:
+@pytest.mark.parametrize("how", [REPLICAS, COPIES])
+def test_losses_one_after_the_other_until_one_is_left(how: dict[str, Any]) -> None:
     faults = [Fault(0, "forward", "kill", 1), Fault(3, "norm", "kill", 2), Fault(1, "gate passed", "kill", 3)]
-    outcome = survive(4, "dp4", *faults)
+    outcome = survive(4, "dp4", *faults, **how)
     assert outcome.error is None
     assert outcome.told("done") == {2: [(STEPS, "pp1tp1dp1", True)]}
     assert [told[0] for told in outcome.told("recovered")[2]] == [(0,), (3,), (1,)]
