@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from typing import Generic
 
 from ..adapters.protocol import J
-from ..coordination import AnsweringStore
-from ..coordination.answering import close_store
 from ..values import ParallelConfig
 from .growth import Growth
 from .operating.board import Board, BoardSource
@@ -26,7 +24,7 @@ class Desk(Generic[J]):
     """One rank's; only the lead's is asked and writes.
 
     Args:
-        party: of the session.
+        party: of the session, with a roster.
         others: the sources that the session was opened with.
         grow: whether the job takes in nodes that join by itself.
 
@@ -35,10 +33,11 @@ class Desk(Generic[J]):
     """
 
     def __init__(self, party: Party[J], others: ResizeSource, *, grow: bool) -> None:
+        assert party.records is not None
+        assert party.roster is not None
         self._party = party
-        self._store = AnsweringStore.over(party.member.store, party.settings.timeout_s)
-        sources: list[ResizeSource] = [BoardSource(Board(self._store), party.usable, self._choose)]
-        if grow and party.roster is not None:
+        sources: list[ResizeSource] = [BoardSource(Board(party.records), party.usable, self._choose)]
+        if grow:
             sources.append(
                 Growth(
                     party.roster,
@@ -50,7 +49,7 @@ class Desk(Generic[J]):
                 )
             )
         self.source = Sources(*sources, others)
-        self._status = Status(self._store)
+        self._status = Status(party.records)
         self._tolerates: tuple[tuple[int, tuple[str, ...]], dict[str, int]] | None = None
 
     def stepped(self, job: J) -> None:
@@ -68,10 +67,6 @@ class Desk(Generic[J]):
         """
         self._status.paused()
         self._write(job, change, refused=change is None)
-
-    def close(self) -> None:
-        """Ask the store nothing any more."""
-        close_store(self._store)
 
     def _write(self, job: J | None, change: ResizeReport | None = None, *, refused: bool = False) -> None:
         party = self._party

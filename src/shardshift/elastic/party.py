@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ..adapters import Adapter, Place
 from ..adapters.protocol import J
 from ..coordination import (
+    AnsweringStore,
     any_beats,
     begin_era,
     current_era,
@@ -21,6 +22,7 @@ from ..coordination import (
     record_failure,
     stands_by,
 )
+from ..coordination.answering import close_store
 from ..engine.events import phase
 from ..values import ParallelConfig, PeerLost, ShardshiftError
 from .afresh import start_afresh
@@ -66,6 +68,7 @@ class Party(Generic[J]):
         buddies: this process's part in buddy copies.
         stood_by: the devices that stood by when the last era ended.
         gone: the devices that were lost so far.
+        records: the job's store, where its launcher keeps a roster in it; each request is answered in time, or raises.
         roster: of the nodes; None where the launcher keeps none.
         reports: one for each change that this process took part in.
     """
@@ -79,8 +82,9 @@ class Party(Generic[J]):
         self.era = Era(number, member, settings, tuple(member.founders), self._cut_off)
         self.job: J | None = None
         self.severed = False
-        roster = Roster(member.store)
-        self.roster = roster if roster.terms() is not None else None
+        launched = Roster(member.store).terms() is not None
+        self.records = AnsweringStore.over(member.store, settings.timeout_s) if launched else None
+        self.roster = None if self.records is None else Roster(self.records)
         self.moved: Kept[J] | None = None
         self.buddies = Buddies(
             adapter,
@@ -326,6 +330,12 @@ class Party(Generic[J]):
         job = self.job
         if self.settings.survive and job is not None and not self.severed:
             self.adapter.sever(job)
+
+    def close(self) -> None:
+        """Ask the store nothing any more."""
+        self.era.close()
+        if self.records is not None:
+            close_store(self.records)
 
     def settle(self, phase: str) -> None:
         """Between two changes only the devices that train matter."""

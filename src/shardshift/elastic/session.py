@@ -112,9 +112,7 @@ class Session(Generic[J]):
             self._close(graceful=graceful)
         if graceful:
             party.era.control.leave(party.devices())
-        party.era.close()
-        if self._desk is not None:
-            self._desk.close()
+        party.close()
 
     def start(self, initial: Callable[[J], None] | None = None) -> J | None:
         """Begin to train, or stand by until a change of layout gives this process a role.
