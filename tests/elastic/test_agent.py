@@ -17,12 +17,15 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
+from tests.elastic.deciding import until_all_decide
 
 from shardshift.coordination import present_store
 from shardshift.coordination.failure import recorded_failure
 from shardshift.elastic import job_store, start_fork_server
 from shardshift.elastic.agent.agent import Agent, Launch
+from shardshift.elastic.agent.node import Asked
 from shardshift.elastic.agent.roster import NodeRecord, Roster, Terms
+from shardshift.elastic.agent.witness import bear_witness
 from shardshift.elastic.operating.board import Answer, Board
 from shardshift.values import ShardshiftError
 
@@ -41,6 +44,23 @@ def be_agent(launch: Launch, pipe: Connection, folder: str) -> None:
     pipe.send(("pid", os.getpid()))
     try:
         pipe.send(("status", agent.run()))
+    except ShardshiftError as error:
+        pipe.send((type(error).__name__, str(error)))
+
+
+def be_witness(name: str, port: int, silence_s: float, pipe: Connection) -> None:
+    asked = Asked()
+    pipe.send(("pid", os.getpid()))
+    try:
+        bear_witness(
+            name,
+            f"127.0.0.1:{port}",
+            timeout_s=30.0,
+            silence_s=silence_s,
+            say=lambda line: pipe.send(("says", line)),
+            pause=asked.pause,
+        )
+        pipe.send(("status", 0))
     except ShardshiftError as error:
         pipe.send((type(error).__name__, str(error)))
 
@@ -104,9 +124,16 @@ class Cluster:
             f"127.0.0.1:{self.port}",
             **{"command": command, "timeout_s": 30.0, "silence_s": 5.0, **more},
         )
+        return self._started(lambda pipe: (be_agent, (launch, pipe, str(self._folder / "logs"))))
+
+    def witness(self, silence_s: float = 5.0) -> RunningAgent:
+        return self._started(lambda pipe: (be_witness, ("job", self.port, silence_s, pipe)))
+
+    def _started(self, target: Callable[[Connection], tuple[Any, tuple[Any, ...]]]) -> RunningAgent:
         context = start_fork_server(["shardshift.elastic.agent.agent"])
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=be_agent, args=(launch, theirs, str(self._folder / "logs")))
+        function, arguments = target(theirs)
+        process = context.Process(target=function, args=arguments)
         process.start()
         theirs.close()
         agent = RunningAgent(process, ours)
@@ -357,15 +384,16 @@ def test_the_host_of_the_store_stays_until_the_others_have_left(cluster: Cluster
     assert host.end() == ("status", 0)
 
 
-def test_where_the_host_of_the_store_is_gone_the_others_say_so_and_end(cluster: Cluster) -> None:
+def test_of_two_nodes_the_one_that_does_not_host_the_store_ends_with_it(cluster: Cluster) -> None:
     host = cluster.agent()
     (founder,) = cluster.workers(1)
     joiner = cluster.agent()
     (worker,) = cluster.workers(1)
+    until_all_decide(cluster.port, 2)
     host.process.kill()
     kind, text = joiner.end()
     assert kind == "ShardshiftError"
-    assert f"the job's store at 127.0.0.1:{cluster.port} does not answer" in text
+    assert "of 2 that decide on another store, too many have ended: node 0" in text
     assert ended(founder.process, worker.process)
 
 
@@ -403,19 +431,59 @@ def test_a_command_that_is_not_there_is_an_error_of_the_worker(
     assert (kind, "exit code 127" in text) == ("ShardshiftError", True)
 
 
-def test_the_host_that_leaves_keeps_the_store_for_the_others(cluster: Cluster) -> None:
+def test_a_witness_lets_the_other_of_two_nodes_go_on(cluster: Cluster) -> None:
+    host = cluster.agent()
+    (_,) = cluster.workers(1)
+    witness = cluster.witness()
+    witness.says("witness of job 'job'")
+    joiner = cluster.agent()
+    (worker,) = cluster.workers(1)
+    until_all_decide(cluster.port, 3)
+    assert cluster.witness().end()[0] == "Infeasible", "one vote is one process's"
+    host.process.kill()
+    joiner.says("node 1 hosts the job's store from now on")
+    witness.says("node 1 hosts the job's store from now on")
+    assert worker.does("still there?") == "yes"
+    worker.does("exit", 0)
+    assert joiner.end() == ("status", 0)
+    witness.says("the job has ended")
+    assert witness.end() == ("status", 0)
+
+
+def test_a_host_that_was_stopped_finds_itself_alone_and_ends_when_it_goes_on(cluster: Cluster) -> None:
+    host = cluster.agent(silence_s=1.0)
+    (founder,) = cluster.workers(1)
+    witness = cluster.witness(silence_s=1.0)
+    joiner = cluster.agent(silence_s=1.0)
+    (worker,) = cluster.workers(1)
+    until_all_decide(cluster.port, 3)
+    host.signal(signal.SIGSTOP)
+    joiner.says("node 1 hosts the job's store from now on")
+    host.signal(signal.SIGCONT)
+    kind, text = host.end()
+    assert kind == "ShardshiftError"
+    assert "this node stops" in text
+    assert ended(founder.process)
+    worker.does("exit", 0)
+    assert joiner.end() == ("status", 0)
+    assert witness.end() == ("status", 0)
+
+
+def test_a_host_that_leaves_hands_the_store_to_the_others(cluster: Cluster) -> None:
     host = cluster.agent()
     (founder,) = cluster.workers(1)
     joiner = cluster.agent()
     (worker,) = cluster.workers(1)
-    cluster.until(lambda roster: roster.devices_here() == (0, 1))
+    until_all_decide(cluster.port, 2)
     host.signal(signal.SIGTERM)
     cluster.until(lambda roster: roster.leaving() == (0,))
     founder.does("exit", 0)
-    host.says("stays for 1 more")
+    host.says("node 0 has left: the others find another host for the store")
+    assert host.end() == ("status", 0)
+    joiner.says("node 1 hosts the job's store from now on")
     assert worker.does("still there?") == "yes"
     worker.does("exit", 0)
-    assert (joiner.end(), host.end()) == (("status", 0), ("status", 0))
+    assert joiner.end() == ("status", 0)
 
 
 def test_where_something_else_listens_it_is_said(cluster: Cluster) -> None:

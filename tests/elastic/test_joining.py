@@ -23,8 +23,8 @@ WAIT_S = 60.0
 class Node:
     """One agent, and the lines that its workers print."""
 
-    def __init__(self, folder: Path, *options: str, stop: Path, start: str) -> None:
-        command = [*MAIN, "run", *options, str(SCRIPT), start, str(stop)]
+    def __init__(self, folder: Path, *options: str, stop: Path, start: str, script: Path = SCRIPT) -> None:
+        command = [*MAIN, "run", *options, str(script), start, str(stop)]
         self.process = subprocess.Popen(
             command, cwd=folder, env=variables(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -74,6 +74,11 @@ class Job:
         )
         self.nodes.append(node)
         return node
+
+    @property
+    def port(self) -> int:
+        """Of the first store."""
+        return int(self._endpoint.rpartition(":")[2])
 
     def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

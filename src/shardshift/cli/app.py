@@ -101,11 +101,23 @@ def run(
     control: launch.ControlAddress = "127.0.0.1:0",
     runtime_dir: launch.RuntimeDir = None,
     timeout_s: launch.Timeout = 600.0,
+    silence_s: launch.Silence = 30.0,
 ) -> None:
     """Start this node's workers as torchrun does, or let them join a job that runs; none is ever started again."""
     status = launch.run_node(launch.Asked(**locals() | {"arguments": arguments or ()}))
     if status:
         raise typer.Exit(status)
+
+
+@app.command(epilog=_EXITS)
+def witness(
+    rdzv_endpoint: Annotated[str, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="The job's store.")],
+    job_name: Annotated[str, typer.Option("--rdzv-id", "--job-name", help="The job's name.")],
+    timeout_s: launch.Timeout = 600.0,
+    silence_s: launch.Silence = 30.0,
+) -> None:
+    """Break ties of a job with an even number of nodes, from a machine that runs none of them, until it ends."""
+    launch.bear_witness(job_name, rdzv_endpoint, timeout_s=timeout_s, silence_s=silence_s)
 
 
 @app.command(epilog=_EXITS)

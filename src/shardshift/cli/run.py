@@ -9,7 +9,7 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -99,6 +99,12 @@ RuntimeDir = Annotated[
 Timeout = Annotated[
     float, typer.Option("--timeout-s", min=1, help="How long to wait for the store and for the first nodes.")
 ]
+Silence = Annotated[
+    float,
+    typer.Option(
+        "--silence-s", min=0.5, help="A node or a store that shows no life for so long is lost; alike on all nodes."
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +132,7 @@ class Asked:
     control: str = "127.0.0.1:0"
     runtime_dir: Path | None = None
     timeout_s: float = 600.0
+    silence_s: float = 30.0
 
 
 def run_node(asked: Asked) -> int:
@@ -147,8 +154,7 @@ def run_node(asked: Asked) -> int:
         from ..elastic.agent.roster import Terms
 
     per_node = _per_node(asked.nproc_per_node)
-    # Words of their own lines on stderr, which workers share: never a line in two writes.
-    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console = _console()
     if asked.max_restarts:
         console.print("shardshift: --max-restarts is ignored: workers are not started again, the others go on")
     launch = Launch(
@@ -160,6 +166,7 @@ def run_node(asked: Asked) -> int:
         hosts=_hosts(asked.rdzv_conf),
         grace_s=asked.grace_s,
         timeout_s=asked.timeout_s,
+        silence_s=asked.silence_s,
     )
     with contextlib.ExitStack() as ends:
         logs = _logs(asked, ends)
@@ -168,6 +175,35 @@ def run_node(asked: Asked) -> int:
         )
         ends.enter_context(_signals(agent))
         return agent.run()
+
+
+def bear_witness(name: str, endpoint: str, *, timeout_s: float, silence_s: float) -> None:
+    """Be the witness of a job until it ends, or a signal ends this.
+
+    Raises:
+        ShardshiftError: whatever ends it otherwise.
+    """
+    console = _console()
+    with _quiet_torch():
+        from ..elastic.agent import witness
+        from ..elastic.agent.node import Asked as Signals
+        from ..elastic.agent.node import EndAtOnce
+    asked = Signals()
+    handlers = {number: lambda number, frame: asked.end(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with _handled(handlers), contextlib.suppress(EndAtOnce):
+        witness.bear_witness(
+            name,
+            endpoint,
+            timeout_s=timeout_s,
+            silence_s=silence_s,
+            say=lambda line: console.print(f"shardshift: {line}"),
+            pause=asked.pause,
+        )
+
+
+def _console() -> Console:
+    """For lines on stderr, which workers share: never a line in two writes."""
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 @contextlib.contextmanager
@@ -313,13 +349,18 @@ def _control(asked: Asked, name: str) -> Control | None:
     return opened
 
 
-@contextlib.contextmanager
-def _signals(agent: Agent) -> Iterator[None]:
+def _signals(agent: Agent) -> contextlib.AbstractContextManager[None]:
     """SIGTERM: the node leaves; SIGINT, or either again: it ends at once."""
-    handlers: dict[signal.Signals, Any] = {
-        signal.SIGTERM: lambda number, frame: agent.leave(),
-        signal.SIGINT: lambda number, frame: agent.end(number),
-    }
+    return _handled(
+        {
+            signal.SIGTERM: lambda number, frame: agent.leave(),
+            signal.SIGINT: lambda number, frame: agent.end(number),
+        }
+    )
+
+
+@contextlib.contextmanager
+def _handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

@@ -32,13 +32,9 @@ class AnsweringStore:
         torch.distributed.DistStoreError: from each request, once one was not answered in time.
     """
 
-    def __init__(self, store: dist.Store, limit_s: float) -> None:
+    def __init__(self, store: dist.Store, limit_s: float, line: _Line | None = None) -> None:
         self._store, self._limit_s = store, limit_s
-        self._requests: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
-        self._silent = False
-        # A daemon: one that waits for a stopped host must not keep the process from ending.
-        self._thread = threading.Thread(target=_serve, args=(self._requests,), name="shardshift-store", daemon=True)
-        self._thread.start()
+        self._line, self._is_part = line or _Line(), line is not None
 
     def __getattr__(self, name: str) -> Any:
         if name not in _ASKED:
@@ -55,25 +51,54 @@ class AnsweringStore:
         """Another client of the same store, for another thread."""
         return AnsweringStore(self._store.clone(), self._limit_s)  # type: ignore[attr-defined]  # the stub lacks it
 
+    def under(self, prefix: str) -> dist.Store:
+        """A part of the store; its requests are made by the same thread."""
+        return cast(dist.Store, AnsweringStore(dist.PrefixStore(prefix, self._store), self._limit_s, self._line))
+
     def close(self) -> None:
-        """End the thread, if it does not wait for an answer."""
-        self._requests.put(None)
-        if not self._silent:
-            self._thread.join()
+        """End the thread, if it does not wait for an answer; a part leaves that to the whole."""
+        if not self._is_part:
+            self._line.close()
 
     def _ask(self, request: Callable[[], Any]) -> Any:
+        return self._line.ask(request, self._limit_s)
+
+
+class _Line:
+    """A thread that makes requests, one after the other."""
+
+    def __init__(self) -> None:
+        self._requests: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
+        self._silent = False
+        # A daemon: one that waits for a stopped host must not keep the process from ending.
+        self._thread = threading.Thread(target=_serve, args=(self._requests,), name="shardshift-store", daemon=True)
+        self._thread.start()
+
+    def ask(self, request: Callable[[], Any], limit_s: float) -> Any:
+        """The answer to a request, if it comes in time."""
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         if not self._silent:
             self._requests.put((request, answer))
             try:
-                result, error = answer.get(timeout=self._limit_s)
+                result, error = answer.get(timeout=limit_s)
             except queue.Empty:
                 self._silent = True
             else:
                 if error is not None:
                     raise error
                 return result
-        raise dist.DistStoreError(f"the store did not answer within {self._limit_s:g} s")
+        raise dist.DistStoreError(f"the store did not answer within {limit_s:g} s")
+
+    def close(self) -> None:
+        """Make no more requests."""
+        self._requests.put(None)
+        if not self._silent:
+            self._thread.join()
+
+
+def part_of(store: dist.Store, prefix: str) -> dist.Store:
+    """A part of a store, which answers as the store does."""
+    return store.under(prefix) if isinstance(store, AnsweringStore) else dist.PrefixStore(prefix, store)
 
 
 def close_store(store: dist.Store) -> None:

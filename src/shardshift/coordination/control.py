@@ -100,7 +100,7 @@ class Control:
         Raises:
             PeerLost: if the job fails meanwhile.
         """
-        for _ in self._looks(float("inf")):
+        for _ in self.looks(float("inf")):
             for key in keys:
                 if self.store.check([key]):
                     return key
@@ -137,10 +137,10 @@ class Control:
 
     def _await(self, keys: list[str], timeout_s: float) -> bool:
         """Whether all keys are there, at the latest after ``timeout_s``."""
-        return any(self.store.check(keys) for _ in self._looks(timeout_s))
+        return any(self.store.check(keys) for _ in self.looks(timeout_s))
 
-    def _looks(self, timeout_s: float) -> Iterator[None]:
-        """When to look again: at once, then after pauses that grow, at the last when the time is over.
+    def looks(self, timeout_s: float) -> Iterator[None]:
+        """When to look for what others do: at once, then after pauses that grow, at the last when the time is over.
 
         Looking rather than ``store.wait``, since one wait cannot end for either of two reasons, and c10d writes a
         warning for each wait that it ends by a timeout.

@@ -13,6 +13,8 @@ from typing import Final
 
 import torch.distributed as dist
 
+from .answering import part_of
+
 _CURRENT: Final = "era"
 _LOST: Final = "lost"
 
@@ -29,7 +31,7 @@ def present_store(store: dist.Store) -> dist.Store:
 
 def era_store(store: dist.Store, era: int) -> dist.Store:
     """The part of the job's store that an era has to itself."""
-    return dist.PrefixStore(f"era/{era}", store)
+    return part_of(store, f"era/{era}")
 
 
 def begin_era(store: dist.Store, after: int, lost: Iterable[int]) -> dist.Store:
@@ -48,6 +50,18 @@ def begin_era(store: dist.Store, after: int, lost: Iterable[int]) -> dist.Store:
     begun.set(_LOST, json.dumps(sorted(before.union(lost))))
     store.compare_set(_CURRENT, str(after) if after else "", str(after + 1))
     return begun
+
+
+def first_era(store: dist.Store, number: int, lost: Iterable[int]) -> None:
+    """Lay down the era with which a store begins that takes the place of another one.
+
+    Args:
+        store: of the job, where nobody reads yet.
+        number: of the era.
+        lost: the devices that are lost, whoever knows of them.
+    """
+    era_store(store, number).set(_LOST, json.dumps(sorted({*lost})))
+    store.set(_CURRENT, str(number))
 
 
 def lost_before(store: dist.Store) -> set[int]:

@@ -7,7 +7,8 @@ nothing. Both stop counting up their beat in the store. The thread
 2. watches the beats of the next few members after this one in ring order, so that a job of n processes costs
    the store O(n) reads, and each member is watched by several;
 3. records a failure when a watched beat stands still for ``timeout_s``;
-4. tells once of a failure that anybody has recorded: the main thread may be waiting in a collective that never ends.
+4. tells once of a failure that anybody has recorded, or that the store does not answer: the main thread may be waiting
+   in a collective that never ends.
 
 Detecting by communicator errors alone was rejected: a survivor learns from them that something broke, but hardly ever
 which rank did. What a beat says is in ``signs``.
@@ -40,6 +41,7 @@ class Pulse:
         timeout_s: how long a watched beat may stand still.
         phase: tells what this process is doing, for the record of a failure.
         failed: called once, in the thread, when a failure is recorded.
+        store_lost: called once, in the thread, when the store does not answer any more.
     """
 
     def __init__(
@@ -49,12 +51,13 @@ class Pulse:
         timeout_s: float,
         phase: Callable[[], str],
         failed: Callable[[], None] = lambda: None,
+        store_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._device = device
         self._timeout_s = timeout_s
         self._phase = phase
-        self._failed = failed
+        self._failed, self._store_lost = failed, store_lost
         self._members: tuple[int, ...] = ()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardshift-pulse", daemon=True)
@@ -88,7 +91,8 @@ class Pulse:
                     self._failed()
                     return
         except dist.DistError:
-            return  # the store is gone, so the job is over; whoever uses it raises for itself
+            if not self._stop.is_set():  # whoever uses the store raises for itself, but may be waiting for others
+                self._store_lost()
 
 
 def as_peer_lost(error: BaseException, control: Control, members: Sequence[int], phase: str) -> PeerLost | None:

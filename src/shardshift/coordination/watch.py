@@ -29,14 +29,21 @@ class Watch:
         control: this process's end of the control plane; its store is cloned for the pulse's thread.
         devices: whose loss is this process's loss too, until ``concern`` says otherwise.
         failed: called once, in another thread, when a failure is recorded.
+        store_lost: the same when the store does not answer any more.
     """
 
-    def __init__(self, control: Control, devices: Iterable[int], failed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        control: Control,
+        devices: Iterable[int],
+        failed: Callable[[], None] = lambda: None,
+        store_lost: Callable[[], None] = lambda: None,
+    ) -> None:
         self._control = control
         self._doing = doing = _Doing()
         self._concerned = tuple(devices)
         self._store = control.store.clone()  # type: ignore[attr-defined]  # the stub lacks it
-        self._pulse = Pulse(self._store, control.device, control.timeout_s, lambda: doing.phase, failed)
+        self._pulse = Pulse(self._store, control.device, control.timeout_s, lambda: doing.phase, failed, store_lost)
 
     @property
     def phase(self) -> str:

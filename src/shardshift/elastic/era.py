@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from ..coordination import AnsweringStore, Control, Watch, era_store
+from ..coordination import Control, Watch, era_store
 from ..engine.events import Notice
 from ..transport import Transport, connect
 from .member import Member
@@ -25,9 +25,11 @@ class Era:
     Args:
         number: of the era.
         member: this process.
+        store: the member's, as it is asked here: each request is answered in time, or raises.
         settings: of the session.
         concerned: the devices whose loss is this process's loss, until the watch is told otherwise.
         failed: called once, in another thread, when the era has failed.
+        store_lost: the same when the store does not answer any more.
 
     Attributes:
         number: of the era.
@@ -38,13 +40,20 @@ class Era:
     """
 
     def __init__(
-        self, number: int, member: Member, settings: Settings, concerned: Sequence[int], failed: Callable[[], None]
+        self,
+        number: int,
+        member: Member,
+        store: dist.Store,
+        settings: Settings,
+        concerned: Sequence[int],
+        failed: Callable[[], None],
+        store_lost: Callable[[], None],
     ) -> None:
         self.number = number
         self._settings = settings
         self._store = era_store(member.store, number)
-        self.control = Control(AnsweringStore.over(self._store, settings.timeout_s), member.device, settings.timeout_s)
-        self.watch = Watch(self.control, concerned, failed)
+        self.control = Control(era_store(store, number), member.device, settings.timeout_s)
+        self.watch = Watch(self.control, concerned, failed, store_lost)
         self.wires_number = -1
         self.ends: tuple[int, ...] = ()
         self._wires: Transport | None = None
@@ -86,10 +95,6 @@ class Era:
         """Give back threads, sockets and memory, in whatever state they are."""
         self.watch.stop()
         self._cut()
-
-    def close(self) -> None:
-        """Ask the store nothing any more."""
-        self.control.close()
 
     def _cut(self) -> None:
         wires, self._wires = self._wires, None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..values import Topology
+from ..values import ShardshiftError, Topology
+from .reign import Following
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +21,17 @@ class Member:
         store: long-lived store of the job.
         device: this process's id, also its device; the launcher's RANK.
         topology: which devices are on which node, of those that the job begins with.
+        reign: the number of the store's reign; grows each time that another store has taken its place.
+        next_store: gives for the number of a reign the number and the store of a later one (all of it, as a launcher
+            has it), or raises ``ShardshiftError``; None if the job ends with its store. All survivors must be given the
+            same one, with its era laid down (``coordination.first_era``).
     """
 
     store: dist.Store
     device: int
     topology: Topology
+    reign: int = 0
+    next_store: Callable[[int], tuple[int, dist.Store]] | None = None
 
     @property
     def founders(self) -> range:
@@ -47,7 +55,23 @@ class Member:
         # A launcher's nodes of unequal size are no grid: then one node, as if nothing were known.
         per_node = devices_per_node or (local if devices % local == 0 else devices)
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        return cls(job_store(store, attempt), device, Topology.of(devices, per_node))
+        following = Following.from_launcher(timeout_s)
+        reign = 0 if following is None else following.reign()
+        return cls(job_store(store, attempt), device, Topology.of(devices, per_node), reign, following)
+
+    def moved(self) -> Member:
+        """This process in the store that has taken the place of its present one, which is lost.
+
+        Raises:
+            ShardshiftError: if there is none.
+        """
+        if self.next_store is None:
+            raise ShardshiftError(
+                "the job's store does not answer, and its launcher knows of no other; what to do: start the job again "
+                "from its last checkpoint, under 'shardshift run', which outlives the host of its store"
+            )
+        reign, store = self.next_store(self.reign)
+        return replace(self, store=job_store(store), reign=reign)
 
 
 def job_store(store: dist.Store, attempt: int = 0) -> dist.Store:

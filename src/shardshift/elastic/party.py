@@ -13,11 +13,9 @@ from ..adapters.protocol import J
 from ..coordination import (
     AnsweringStore,
     any_beats,
-    begin_era,
     current_era,
     dismissed,
     era_store,
-    known_dead,
     lost_before,
     record_failure,
     stands_by,
@@ -68,23 +66,23 @@ class Party(Generic[J]):
         buddies: this process's part in buddy copies.
         stood_by: the devices that stood by when the last era ended.
         gone: the devices that were lost so far.
-        records: the job's store, where its launcher keeps a roster in it; each request is answered in time, or raises.
+        store: of the job; each request is answered in time, or raises.
         roster: of the nodes; None where the launcher keeps none.
+        in_doubt: a change that this process was ready to commit when the store was lost, and what it has of the new
+            state.
         reports: one for each change that this process took part in.
     """
 
     def __init__(self, adapter: Adapter[J], member: Member, settings: Settings, config: ParallelConfig) -> None:
-        self.adapter, self.member, self.settings = adapter, member, settings
-        number = current_era(member.store)
-        came = Course.read(era_store(member.store, number))
+        self.adapter, self.settings = adapter, settings
+        self._attach(member)
+        number = current_era(self.store)
+        came = Course.read(era_store(self.store, number))
         self.course = came or Course(config, tuple(range(config.world_size)))
         self.founds = came is None and member.device in self.course.devices
-        self.era = Era(number, member, settings, tuple(member.founders), self._cut_off)
+        self.era = self._era(number, tuple(member.founders))
         self.job: J | None = None
         self.severed = False
-        launched = Roster(member.store).terms() is not None
-        self.records = AnsweringStore.over(member.store, settings.timeout_s) if launched else None
-        self.roster = None if self.records is None else Roster(self.records)
         self.moved: Kept[J] | None = None
         self.buddies = Buddies(
             adapter,
@@ -94,8 +92,16 @@ class Party(Generic[J]):
             copies=bool(settings.shard_copies),
         )
         self.stood_by: tuple[int, ...] = ()
-        self.gone: set[int] = lost_before(era_store(member.store, number))
+        self.gone: set[int] = lost_before(era_store(self.store, number))
+        self.in_doubt: tuple[Proposal, Kept[J] | None] | None = None
         self.reports: list[ResizeReport] = []
+
+    def _attach(self, member: Member) -> None:
+        """Use the store that this process has now."""
+        self.member = member
+        self.store = AnsweringStore.over(member.store, self.settings.timeout_s)
+        roster = Roster(self.store)
+        self.roster = None if roster.terms() is None else roster
 
     @property
     def leads(self) -> bool:
@@ -175,7 +181,14 @@ class Party(Generic[J]):
             with self.timed(phases, "copy"), self._alone():
                 self.buddies.ahead(moved, proposal.curr_devices, self.course.generation + 1, self.era.wires)
         with self.timed(phases, "commit"), self._alone():
-            transition.commit(proposal)
+            self.in_doubt = proposal, moved
+            try:
+                transition.commit(proposal)
+            except PeerLost as lost:
+                if lost.ranks:
+                    self.in_doubt = None  # the store has said that it was given up
+                raise
+        self.in_doubt = None
         with self.timed(phases, "rebuild"), self._alone():
             self.follow(proposal)
             self.moved, moved = moved, None
@@ -300,30 +313,26 @@ class Party(Generic[J]):
         leaving = set() if self.roster is None else {*self.roster.leaving()}
         return sorted({*self.course.living, *idle} - control.gone() - leaving)
 
-    def next_era(self, lost: PeerLost) -> None:
-        """Leave an era that has failed for the next one.
-
-        Raises:
-            PeerLost: as it is, if nobody knows who is lost, or the others have given up this process.
-        """
-        if not lost.ranks or self.member.device in lost.ranks:
-            raise lost
+    def next_era(self, number: int) -> None:
+        """Leave the present era, which has failed, for another one that was begun."""
         old = self.era
-        idle = self.devices().difference(self.course.devices, lost.ranks, old.control.gone())
-        self.stood_by = tuple(sorted(device for device in idle if stands_by(old.control.store, device)))
         old.end()
-        self.gone.update(lost.ranks)
-        self.course.mourn(lost.ranks)
-        if not self.course.living:
-            raise lost
-        self.course.publish(begin_era(self.member.store, old.number, lost.ranks))
-        others = known_dead(old.control.store) - self.gone
-        old.close()
-        self.era = Era(old.number + 1, self.member, self.settings, self.course.living, self._cut_off)
+        self.era = self._era(number, self.course.living)
         self.era.start()
         self.era.watch.concern(self.course.living)
-        if others:  # nobody need wait for them: the new era has failed, too
-            record_failure(self.era.control.store, others, "run", "was lost together with others")
+
+    def _era(self, number: int, concerned: Sequence[int]) -> Era:
+        return Era(number, self.member, self.store, self.settings, concerned, self._cut_off, self._store_lost)
+
+    def next_store(self) -> None:
+        """Go to the store that has taken the place of the one that is lost.
+
+        Raises:
+            ShardshiftError: if there is none.
+        """
+        lost = self.store
+        self._attach(self.member.moved())
+        close_store(lost)
 
     def _cut_off(self) -> None:
         """Wake the main thread, should it wait in a collective of a world that has lost a rank. From another thread."""
@@ -331,11 +340,14 @@ class Party(Generic[J]):
         if self.settings.survive and job is not None and not self.severed:
             self.adapter.sever(job)
 
+    def _store_lost(self) -> None:
+        """The same where the store is lost, and the others will go on in another one."""
+        if self.member.next_store is not None:
+            self._cut_off()
+
     def close(self) -> None:
         """Ask the store nothing any more."""
-        self.era.close()
-        if self.records is not None:
-            close_store(self.records)
+        close_store(self.store)
 
     def settle(self, phase: str) -> None:
         """Between two changes only the devices that train matter."""

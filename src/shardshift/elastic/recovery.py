@@ -25,6 +25,7 @@ from ..adapters.protocol import J
 from ..coordination import opened, refusal, to_record
 from ..values import PeerLost, StateLost
 from .afresh import afresh
+from .crossing import await_quorum, next_era, resolve
 from .party import PATIENCE, Party
 from .report import Phases
 from .state import Kept, kinds_of
@@ -106,12 +107,13 @@ def recover(party: Party[J], lost: PeerLost, undo: Undo, *, job_is_whole: bool) 
     while True:
         held = _held(party, undo, job_is_whole=job_is_whole)
         _let_go(lost)
-        party.next_era(lost)
-        if held is None:
-            return None
+        next_era(party, lost)
         try:
             with party.era.watch.peers():
-                return _go_on(party, held)
+                await_quorum(party)
+                if resolve(party):
+                    held = _held(party, undo, job_is_whole=job_is_whole)
+                return None if held is None else _go_on(party, held)
         except PeerLost as again:
             lost = again
 

@@ -63,8 +63,8 @@ class Session(Generic[J]):
         if config.world_size > len(member.founders):
             raise too_few_devices(config, len(member.founders))
         self._party: Party[J] = Party(adapter, member, settings, config)
-        self._desk = None if self._party.roster is None else Desk(self._party, resizes, grow=grow)
-        self._resizes = resizes if self._desk is None else self._desk.source
+        self._asked, self._grow = resizes, grow
+        self._open_desk()
         self._settings = settings
         self._gate = Gate(self._party.era.control)
         self._undo = Undo()
@@ -249,6 +249,11 @@ class Session(Generic[J]):
         with held_off():
             return self._recover(lost)
 
+    def _open_desk(self) -> None:
+        """Look for requests and nodes in the store that there is now, which is another one once the first is lost."""
+        self._desk = None if self._party.roster is None else Desk(self._party, self._asked, grow=self._grow)
+        self._resizes = self._asked if self._desk is None else self._desk.source
+
     def _settle(
         self, job: J | None, resize: Resize, report: ResizeReport | None, refusal: ShardshiftError | None
     ) -> None:
@@ -279,10 +284,13 @@ class Session(Generic[J]):
             return job
 
     def _recover(self, lost: PeerLost) -> J | None:
+        store = self._party.store
         new = recover(self._party, lost, self._undo, job_is_whole=self._whole)
         self._prepared, self._whole, self._refused_at = None, True, None
         self._gate = Gate(self._party.era.control)
         self._undo.forget()
+        if self._party.store is not store:
+            self._open_desk()
         if self._desk is not None and new is not None and self._party.leads:
             self._desk.changed(new, self._party.reports[-1])
         return new

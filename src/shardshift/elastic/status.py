@@ -1,7 +1,10 @@
 """The status record: what the lead says of the job, in the store, for the control endpoint and for requests.
 
-It is written at each change of layout and every few seconds of training. A new lead goes on with what the last one
-had counted.
+It is written at each change of layout, after the first step in a layout and every few seconds of training. A new lead
+goes on with what the last one had counted.
+
+For a node that is to leave it also says when it was written (``at_s``, seconds since 1970 by the lead's clock), the
+pause of the last change that made no loss good (``pause_s``), and what its going at once would mean (``without``).
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from .operating.board import STATUS_KEY
 from .operating.metrics import Totals
 from .report import ResizeReport
 
-_EVERY_S: Final = 2.0
+EVERY_S: Final = 2.0
+"""While steps are finished the record is never older than this and a step."""
+
 _WEIGHT: Final = 0.2
 """Of the newest step in the average of their times."""
 
@@ -51,7 +56,7 @@ class Status:
 
     def due(self) -> bool:
         """Whether it is time to write it again."""
-        return time.monotonic() - self._written_s > _EVERY_S
+        return time.monotonic() - self._written_s > EVERY_S
 
     def write(
         self,
@@ -63,6 +68,7 @@ class Status:
         tolerates: Mapping[str, int],
         change: ResizeReport | None = None,
         refused: bool = False,
+        without: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Say how the job stands.
 
@@ -74,6 +80,8 @@ class Status:
             tolerates: per kind of state how many losses it outlives.
             change: a change that was just done.
             refused: whether one was just refused.
+            without: per node what would become of the job if that node were gone at once (``Desk``); None if that was
+                not worked out for the present layout.
         """
         if not self._record and self._store.check([STATUS_KEY]):
             self._record = json.loads(self._store.get(STATUS_KEY))
@@ -88,6 +96,9 @@ class Status:
             "losses": era,
             "standby": standby,
             "step_s": self._step_s if self._step_s is not None else before.get("step_s"),
+            "at_s": time.time(),
+            "pause_s": change.pause_s if change is not None and not change.lost else before.get("pause_s"),
+            "without": without or {},
             "tolerates": dict(tolerates),
             "changes": {
                 "done": counts["done"] + (change is not None),

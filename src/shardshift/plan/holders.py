@@ -15,7 +15,7 @@ it matters (a distributed optimizer) a lonely shard is lonely to its last elemen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -50,12 +50,27 @@ class Holders:
             Per kind with any elements the number of holders of the element that has the fewest, less one; so -1 if
             an element has none.
         """
+        places = np.arange(self.layout.world_size) if nodes is None else np.asarray(nodes, np.int64)
+        return {kind: held - 1 for kind, held in self._fewest(places, buddies).items()}
+
+    def lost_with(self, ranks: Collection[int], buddies: Sequence[int] | None = None) -> tuple[str, ...]:
+        """The kinds of state of which something is gone once exactly these ranks are; empty if none is.
+
+        Args:
+            ranks: that are lost together.
+            buddies: as in ``tolerates``.
+        """
+        places = np.zeros(self.layout.world_size, np.int64)
+        places[list(ranks)] = -1
+        return tuple(kind for kind, held in self._fewest(places, buddies).items() if held < 1)
+
+    def _fewest(self, places: Ints, buddies: Sequence[int] | None) -> dict[str, int]:
+        """Per kind the number of places that hold the element that the fewest do; ranks at place -1 do not count."""
         layout, cells = self.layout, self._cells
         atoms, parts = cells.atoms, cells.prev_parts
-        places = np.arange(layout.world_size) if nodes is None else np.asarray(nodes, np.int64)
         width = int(places.max(initial=0)) + 1
         ranks, roles = np.indices(layout.roles_of_rank.shape)[0], layout.roles_of_rank.astype(np.int64)
-        at_role = distinct((roles * width + places[ranks]).reshape(-1))
+        at_role = distinct((roles * width + places[ranks])[places[ranks] >= 0])
         of_role = Lists.group(at_role // width, at_role % width, layout.role_count)
         held, role = cells.prev_roles.take(atoms.cell)
         pair, place = of_role.take(role)
@@ -63,7 +78,7 @@ class Holders:
         if buddies is not None:
             role, part = self._lonely
             keeper = np.asarray(buddies, np.int64)[self._player[role]]
-            kept = keeper >= 0
+            kept = (keeper >= 0) & (places[keeper] >= 0)
             of_part = Lists.group(part[kept], places[keeper[kept]], len(parts.joint))
             atom, part = atoms.prev_parts.take(np.arange(len(atoms.joint)))
             pair, place = of_part.take(part)
@@ -78,8 +93,8 @@ class Holders:
         for tensor, joint in zip(layout.tensors, cells.joint_of.tolist(), strict=True):
             numel = Region.whole(tensor.shape).numel
             if numel:
-                losses = int(fewest[joint]) - 1 if there[joint] == numel else -1
-                least[str(tensor.kind)] = min(losses, least.get(str(tensor.kind), losses))
+                held_by = int(fewest[joint]) if there[joint] == numel else 0
+                least[str(tensor.kind)] = min(held_by, least.get(str(tensor.kind), held_by))
         return least
 
     def lonely(self, rank: int) -> Role:

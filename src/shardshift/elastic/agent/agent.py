@@ -12,31 +12,26 @@ membership makes them start all workers again, and what decides that is private 
 from __future__ import annotations
 
 import contextlib
-import errno
-import queue
-import socket
-import threading
-import time
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, create_backend
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ...values import Infeasible, ShardshiftError
+from ...values import Infeasible
 from ..member import job_store
+from ..reign import STORE_FILE, Whereabouts
 from .joining import Place, join
-from .node import Asked, EndAtOnce, NodeLife, Say, store_lost
+from .leaving import Say
+from .node import Asked, EndAtOnce, NodeLife, store_lost
 from .roster import Stores, Terms
+from .store import open_store
+from .succession import MinorityStops, Reign, Succession, minority_stops
 from .workers import Workers, worker_environment
 
 Control = Callable[[dist.Store], contextlib.AbstractContextManager[object]]
-
-_PROBE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +94,52 @@ class Agent:
             Mismatch: if the node does not fit into the job.
             ShardshiftError: if workers failed, or the store is gone, or too few nodes came.
         """
+        launch = self._launch
         try:
-            store, hosts = open_store(self._launch, self._asked.pause)
+            store, hosts = open_store(
+                launch.terms,
+                launch.endpoint,
+                hosts=launch.hosts,
+                timeout_s=launch.timeout_s,
+                silence_s=launch.silence_s,
+                pause=self._asked.pause,
+            )
             where = f"{store.host}:{store.port}"
             try:
                 with contextlib.ExitStack() as ends:
-                    stores = ends.enter_context(contextlib.closing(Stores(job_store(store), self._launch.silence_s)))
-                    if hosts and self._control is not None:
-                        ends.enter_context(self._control(stores.job))
-                    return self._run(store, stores, hosts)
+                    stores = ends.enter_context(contextlib.closing(Stores(job_store(store), launch.silence_s)))
+                    return self._run(store, stores, hosts, ends)
             except dist.DistError as error:
                 raise store_lost(where, error) from error
+            except MinorityStops as error:
+                raise minority_stops(error) from None
         except EndAtOnce as end:
             return end.status
 
-    def _run(self, store: dist.TCPStore, stores: Stores, hosts: bool) -> int:
-        launch = self._launch
+    def _run(self, store: dist.TCPStore, stores: Stores, hosts: bool, ends: contextlib.ExitStack) -> int:
+        launch, say = self._launch, self._say
+        if hosts and self._control is not None:
+            ends.enter_context(self._control(stores.job))
         place = join(stores, launch.terms, timeout_s=launch.timeout_s, pause=self._asked.pause)
+        succession: Succession | None = None
+        more = dict(launch.environment)
+        file = Path()
+        if place.terms.max_nodes > 1:
+            succession = Succession(place.slot, place.terms, store, stores, silence_s=launch.silence_s, say=say)
+            ends.callback(succession.close)
+            file = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="shardshift-"))) / "store"
+            Whereabouts(succession.reign, store.host, store.port, succession.patience_s).write(file)
+            more[STORE_FILE] = str(file)
+
+        def moved(reign: Reign) -> None:
+            assert succession is not None
+            Whereabouts(reign.number, *reign.address, succession.patience_s).write(file)
+            if reign.host == place.slot and self._control is not None:
+                try:
+                    ends.enter_context(self._control(stores.job))
+                except (Infeasible, OSError) as error:  # the job goes on all the same
+                    say(f"the control endpoint cannot be served here: {error}")
+
         life = NodeLife(
             place,
             stores,
@@ -123,11 +147,13 @@ class Agent:
             hosts=hosts,
             grace_s=launch.grace_s,
             silence_s=launch.silence_s,
-            say=self._say,
+            say=say,
+            succession=succession,
+            moved=moved,
         )
         life.begin()
         try:
-            workers = self._start(place, store)
+            workers = self._start(place, store, more)
         except SignalException as received:  # torch's handler, while it starts processes
             life.never_began("its node was told to end before it began")
             raise EndAtOnce(128 + received.sigval) from None
@@ -139,10 +165,10 @@ class Agent:
         finally:
             workers.close()
 
-    def _start(self, place: Place, store: dist.TCPStore) -> Workers:
+    def _start(self, place: Place, store: dist.TCPStore, more: Mapping[str, str]) -> Workers:
         launch, locals_ = self._launch, range(place.terms.devices_per_node)
         environments = {
-            local: worker_environment(place, local, store.host, store.port, role=launch.role, more=launch.environment)
+            local: worker_environment(place, local, store.host, store.port, role=launch.role, more=more)
             for local in locals_
         }
         workers = Workers(place.devices, launch.command, environments, logs=self._logs, role=launch.role)
@@ -151,92 +177,6 @@ class Agent:
         if not place.founds:
             self._say(f"node {place.slot} joins job '{place.terms.name}' with devices {_span(place.devices)}")
         return workers
-
-
-def open_store(launch: Launch, pause: Callable[[], None]) -> tuple[dist.TCPStore, bool]:
-    """Host the job's store, or connect to it, whichever can be.
-
-    Args:
-        launch: what the agent is to do.
-        pause: called between two attempts; may raise.
-
-    Returns:
-        The store, and whether this process hosts it.
-
-    Raises:
-        Infeasible: if the endpoint is none.
-        ShardshiftError: if there is no store in time.
-    """
-    try:
-        host, port = parse_rendezvous_endpoint(launch.endpoint, DEFAULT_PORT)
-    except ValueError as error:
-        raise Infeasible(f"{error} What to do: give --rdzv-endpoint HOST:PORT") from None
-    until_s = time.monotonic() + launch.timeout_s
-    reason = "nothing listens there"
-    # In attempts, each in a thread of its own: in C++, where a connection may hang for ever, no signal is heard.
-    while True:
-        hosts = _can_bind(host, port) if launch.hosts is None else launch.hosts
-        if hosts or _answers(host, port):
-            attempts: queue.SimpleQueue[dist.TCPStore | None] = queue.SimpleQueue()
-            threading.Thread(target=_attempt, args=(launch, hosts, attempts), daemon=True).start()
-            while attempts.empty() and time.monotonic() <= until_s:
-                pause()
-            if not attempts.empty() and (store := attempts.get()) is not None:
-                return store, hosts
-            reason = "it cannot be bound" if hosts else "what listens there is no store"
-        if time.monotonic() > until_s:
-            raise ShardshiftError(
-                f"no store at {launch.endpoint} within {launch.timeout_s:.0f} s: {reason}; what to do: give all nodes "
-                "the address and a free port of one of them as --rdzv-endpoint, and start that one"
-            )
-        pause()
-
-
-def _attempt(launch: Launch, hosts: bool, attempts: queue.SimpleQueue[dist.TCPStore | None]) -> None:
-    """Put the store of torch's rendezvous backend; None if another process was faster, or is none."""
-    terms = launch.terms
-    parameters = RendezvousParameters(
-        "c10d",
-        launch.endpoint,
-        terms.name,
-        terms.min_nodes,
-        terms.max_nodes,
-        is_host=str(hosts),
-        read_timeout=max(1, round(launch.silence_s)),
-    )
-    store: dist.Store | None = None
-    with contextlib.suppress(RendezvousConnectionError):
-        _, store = create_backend(parameters)
-    attempts.put(store if isinstance(store, dist.TCPStore) else None)
-
-
-def _can_bind(host: str, port: int) -> bool:
-    """Whether an address is this machine's, and free: for all protocols, since the store listens on all."""
-    can = False
-    for family, kind, protocol, _, address in _addresses(host, port):
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
-                probe.bind(address)
-                probe.listen()
-                can = True
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
-    return can
-
-
-def _answers(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((host, port), _PROBE_S):
-        return True
-    return False
-
-
-def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[object, ...]]]:
-    try:
-        return [*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    except OSError:  # a name that is not known yet
-        return []
 
 
 def _span(devices: Sequence[int]) -> str:

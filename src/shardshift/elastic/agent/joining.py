@@ -90,6 +90,11 @@ def join(stores: Stores, terms: Terms, *, timeout_s: float, pause: Callable[[], 
     return place
 
 
+def closed_founding(job: dist.Store) -> None:
+    """In a store that takes the place of another one: the first nodes were there, so whoever comes is one more."""
+    job.set(_FOUNDERS, "[]")
+
+
 def _founders(stores: Stores, terms: Terms, ticket: int, timeout_s: float, pause: Callable[[], None]) -> list[int]:
     """The tickets of the nodes that the job begins with, once they are there."""
     job, lives, beat = stores.job, _Lives(stores.waiting), 0

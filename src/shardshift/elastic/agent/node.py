@@ -6,11 +6,14 @@ In a loop, some 20 times a second:
    need not wait for its silence. Either way the node's record names only workers that run.
 2. A beat shows that this agent lives. The agent that hosts the store looks at the beats of all others: a node whose
    agent is silent has left (its workers are watched by their own peers; the kernel has ended them with their agent).
-3. Who asked this node to leave (SIGTERM) set a flag: its devices are posted on the job's board as leaving, and once the
-   job has done without them their scripts end. Where nobody can take over (no other node, or the job has refused) the
-   workers get the SIGTERM themselves, as under torchrun. What still runs when the grace is over is killed.
+   It also sees to it that another agent can take the store over (``presiding``).
+3. Who asked this node to leave (SIGTERM) set a flag, and the leave begins (``leaving``).
 
-When all have ended the node says that it has left. The one that hosts the store stays until all others have, too.
+Where the store does not answer any more the agents that are left agree on another one (``succession``), this one tells
+its workers where that is, and the loop goes on.
+
+When all have ended the node says that it has left. The one that hosts the store stays until all others have, too, or
+until they can do without it because it was asked to leave.
 """
 
 from __future__ import annotations
@@ -19,23 +22,23 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Final
 
 import torch.distributed as dist
 
-from ...coordination import dismiss, tell_loss
+from ...coordination import tell_loss
 from ...coordination.signs import INTERVAL_S, Beats, any_beats, show
 from ...values import ShardshiftError
-from ..operating.board import Board
-from ..operating.request import Request
 from .joining import Place
+from .leaving import Leaving, Say
+from .presiding import Presiding
 from .roster import NodeRecord, Roster, State, Stores
+from .succession import WITNESS, Reign, Succession
 from .workers import Ended, Workers
 
-Say = Callable[[str], None]
-
 _LOOK_S: Final = 0.05
+_GOODBYE_S: Final = 5.0
 _BY_SIGNAL: Final = 128  # the exit status of what a signal has ended, as shells have it, is this and the signal
 
 
@@ -80,14 +83,6 @@ class Asked:
             raise EndAtOnce(self._status)
 
 
-@dataclass(slots=True)
-class _Leave:
-    """A node that leaves. ``request``: its number on the board; None if the workers have been told to end."""
-
-    until_s: float
-    request: int | None
-
-
 class NodeLife:
     """One node, whose agent this process is.
 
@@ -99,6 +94,8 @@ class NodeLife:
         grace_s: how long a leave may take.
         silence_s: an agent is lost once its beat stands still for so long.
         say: takes lines for whoever has started this agent.
+        succession: this agent's part in finding another store; None where no other node can come.
+        moved: told of each reign that begins.
     """
 
     def __init__(
@@ -111,16 +108,27 @@ class NodeLife:
         grace_s: float,
         silence_s: float,
         say: Say,
+        succession: Succession | None = None,
+        moved: Callable[[Reign], None] = lambda reign: None,
     ) -> None:
         self._place, self._stores, self._asked, self._hosts = place, stores, asked, hosts
-        self._grace_s, self._silence_s, self._say = grace_s, silence_s, say
-        self._roster, self._beats = Roster(stores.job), Beats(stores.nodes)
+        self._silence_s, self._say = silence_s, say
+        self._succession, self._moved = succession, moved
+        self._attach()
         self._record = NodeRecord(place.slot, socket.gethostname(), (), {}, "here")
-        self._noticed_s: dict[int, float] = {}
         self._beat, self._next_beat_s = 0, 0.0
-        self._leave: _Leave | None = None
-        self._told = False
+        self._leaving = Leaving(place.slot, stores, grace_s=grace_s, say=say)
         self._failed: list[Ended] = []
+
+    def _attach(self) -> None:
+        """Use the store that there is now."""
+        self._roster, self._beats = Roster(self._stores.job), Beats(self._stores.nodes)
+        self._presiding: Presiding | None = None
+        if self._hosts and self._succession is not None:
+            self._presiding = Presiding(self._place.slot, self._stores.job, self._silence_s)
+        self._alive: set[int] = set()
+        self._assented = -1
+        self._noticed_s: dict[int, float] = {}
 
     def begin(self) -> None:
         """Show life, before there are workers."""
@@ -139,26 +147,49 @@ class NodeLife:
             The exit status of this agent: 0, or 128 + a signal that it was told to end by.
 
         Raises:
-            ShardshiftError: if workers failed.
-            dist.DistError: if the store does not answer; the workers run on until the caller ends them.
+            ShardshiftError: if workers failed, or too few agents are left to go on without the store's host.
+            dist.DistError: if the store does not answer, and there can be no other; the workers run on until the caller
+                ends them.
         """
         try:
             self._write("here", workers.pids)
-            while workers.pids:
-                self._asked.pause(while_waiting=False)
-                self._note(workers, workers.ended())
-                self._show_life()
-                if self._asked.to_leave:
-                    self._go(workers)
-            self._write("left", {})
-            if self._hosts:
-                self._stay_for_the_others()
+            while True:
+                try:
+                    self._watch(workers)
+                    break
+                except dist.DistError:
+                    if self._succession is None:
+                        raise
+                    self._move(workers, self._succession)
         except EndAtOnce as end:
             self._say(f"node {self._place.slot} ends at once, as it was told")
-            self._kill(workers, "its node was told to end at once")
-            self._write("left", {})
+            with suppress(dist.DistError):  # without a store nobody can be told
+                self._kill(workers, "its node was told to end at once")
+                self._write("left", {})
             return end.status
         return self._status()
+
+    def _watch(self, workers: Workers) -> None:
+        """Until all workers have ended, and the others need this agent no more."""
+        while workers.pids:
+            self._asked.pause(while_waiting=False)
+            self._note(workers, workers.ended())
+            self._show_life()
+            if self._asked.to_leave:
+                self._go(workers)
+        self._write("left", {})
+        if self._hosts:
+            self._stay_for_the_others()
+
+    def _move(self, workers: Workers, succession: Succession) -> None:
+        """Find another store, with those who are left."""
+        reign = succession.succeed(workers.pids, lambda: self._asked.pause(while_waiting=False))
+        self._hosts = reign.host == self._place.slot
+        self._attach()
+        self._next_beat_s = 0.0
+        self._moved(reign)
+        if workers.pids:
+            self._write(self._record.state, workers.pids)
 
     def _note(self, workers: Workers, ended: Sequence[Ended], why: str | None = None) -> None:
         """Make known who has ended and how."""
@@ -184,6 +215,9 @@ class NodeLife:
         return any(any_beats(self._stores.era(era), [device]) for era in range(self._stores.current() + 1))
 
     def _show_life(self) -> None:
+        if self._succession is not None and (era := self._stores.current()) != self._assented:
+            self._succession.assent(era)
+            self._assented = era
         now_s = time.monotonic()
         if now_s < self._next_beat_s:
             return
@@ -191,6 +225,8 @@ class NodeLife:
         show(self._stores.nodes, self._place.slot, self._beat)
         if self._record.devices and self._roster.node(self._place.slot) != self._record:
             self._roster.write(self._record)  # this agent was stopped, and taken for lost
+        if self._succession is not None:
+            self._succession.look()
         if self._hosts:
             self._look_at_others()
 
@@ -204,43 +240,33 @@ class NodeLife:
 
     def _look_at_others(self) -> None:
         others = self._others()
-        now_s = self._beats.look([node.slot for node in others])
+        now_s = self._beats.look([WITNESS, *(node.slot for node in others)])
         still_s = self._beats.still_s()
         for node in others:
             since_s = self._noticed_s.setdefault(node.slot, now_s)
             if still_s.get(node.slot, now_s - since_s) > self._silence_s:
                 self._say(f"node {node.slot} on {node.host} has shown no life for {self._silence_s:.0f} s: it has left")
                 self._roster.write(NodeRecord(node.slot, node.host, (), {}, "left"))
+        if self._presiding is not None:
+            self._alive = {self._place.slot, *(one for one, stood_s in still_s.items() if stood_s <= self._silence_s)}
+            staying = [node.slot for node in (self._record, *others) if node.state == "here"]
+            self._presiding.look(staying, self._alive)
 
     def _go(self, workers: Workers) -> None:
         """One look at this node's leave, from its beginning to the end of its grace."""
-        if self._leave is None:
-            self._leave = _Leave(time.monotonic() + self._grace_s, None)
-            if self._others():
-                devices = tuple(sorted(workers.pids))
-                self._leave.request = Board(self._stores.job).post(Request(leave=devices, within_s=self._grace_s))
-                self._say(f"node {self._place.slot} leaves within {self._grace_s:.0f} s")
+        if not self._leaving.begun:
+            self._leaving.begin(workers, others=bool(self._others()))
             self._write("leaving", workers.pids)
-        if self._leave.request is not None:
-            answer = Board(self._stores.job).answer(self._leave.request)
-            if answer is not None and answer.state == "done":
-                for device in workers.pids:  # in each era anew
-                    dismiss(self._stores.era(self._stores.current()), device)
-            if answer is not None and answer.state == "refused":
-                self._say(f"the job cannot do without node {self._place.slot}: {answer.reason}")
-                self._leave.request = None
-        if self._leave.request is None and not self._told:
-            self._told = True
-            self._say(
-                f"the workers of node {self._place.slot} have {self._grace_s:.0f} s to end by themselves (SIGTERM)"
-            )
-            workers.tell(signal.SIGTERM)
-        if time.monotonic() > self._leave.until_s:
-            self._kill(workers, f"its node was told to leave, and its grace of {self._grace_s:.0f} s was over")
+        why = self._leaving.look(workers)
+        if why is not None:
+            self._kill(workers, why)
 
     def _stay_for_the_others(self) -> None:
         told = False
         while others := self._others():
+            if self._asked.to_leave and self._presiding is not None and self._presiding.is_free():
+                self._say(f"node {self._place.slot} has left: the others find another host for the store")
+                return
             if not told:
                 told = True
                 self._say(
@@ -249,6 +275,12 @@ class NodeLife:
                 )
             self._show_life()
             self._asked.pause(while_waiting=False)
+        if self._presiding is not None:
+            self._presiding.say_over()
+            until_s = time.monotonic() + _GOODBYE_S
+            while self._presiding.witness_stays(self._alive) and time.monotonic() < until_s:
+                self._show_life()
+                self._asked.pause(while_waiting=False)
 
     def _write(self, state: State, pids: dict[int, int]) -> None:
         slot, host = self._place.slot, self._record.host
@@ -256,7 +288,9 @@ class NodeLife:
         self._roster.write(self._record)
 
     def _status(self) -> int:
-        by_us = (-signal.SIGTERM, _BY_SIGNAL + signal.SIGTERM) if self._told else ()
+        if self._leaving.at_once:
+            return 0
+        by_us = (-signal.SIGTERM, _BY_SIGNAL + signal.SIGTERM) if self._leaving.told else ()
         failed = [one for one in self._failed if one.exitcode not in by_us]
         if failed:
             many = f"{len(failed)} of {len(self._place.devices)} workers of node {self._place.slot} ended badly: "

@@ -18,6 +18,7 @@ from typing import Final, Literal
 import torch.distributed as dist
 
 from ...coordination import AnsweringStore, current_era, era_store
+from ...coordination.answering import close_store, part_of
 from ...values import Mismatch
 
 State = Literal["here", "leaving", "left"]
@@ -146,6 +147,12 @@ class Roster:
         """The records that there are, in order of slots."""
         return tuple(node for slot in range(self.count()) if (node := self.node(slot)) is not None)
 
+    def records(self) -> dict[str, str]:
+        """All that a store which takes the place of this one has to hold of the nodes, by key."""
+        keys = [_TERMS, _COUNT, _VERSION, _OFFERED, *(_key(slot) for slot in range(self.count()))]
+        there = [key for key in keys if self._store.check([key])]
+        return dict(zip(there, (content.decode() for content in self._store.multi_get(there)), strict=True))
+
     def touch(self) -> None:
         """Something has changed that a lead may want to look at, such as a device that stands by now."""
         self._store.add(_VERSION, 1)
@@ -188,12 +195,18 @@ class Stores:
     """
 
     def __init__(self, store: dist.Store, limit_s: float) -> None:
-        self._store, self._limit_s = store, limit_s
-        self._open: list[AnsweringStore] = []
-        self.job = self._answering(store)
-        self.waiting = self._answering(dist.PrefixStore("waiting", store))
-        self.nodes = self._answering(dist.PrefixStore("agents", store))
-        self._eras: dict[int, dist.Store] = {}
+        self._limit_s = limit_s
+        self._take(store)
+
+    def _take(self, store: dist.Store) -> None:
+        self.job = AnsweringStore.over(store, self._limit_s)
+        self.waiting = part_of(self.job, "waiting")
+        self.nodes = part_of(self.job, "agents")
+
+    def move(self, store: dist.Store) -> None:
+        """From now on these are parts of another store, which has taken the place of the one before."""
+        self.close()
+        self._take(store)
 
     def current(self) -> int:
         """The number of the present era."""
@@ -201,20 +214,11 @@ class Stores:
 
     def era(self, number: int) -> dist.Store:
         """What an era has to itself."""
-        if number not in self._eras:
-            self._eras[number] = self._answering(era_store(self._store, number))
-        return self._eras[number]
+        return era_store(self.job, number)
 
     def close(self) -> None:
         """Nothing is asked any more."""
-        for store in self._open:
-            store.close()
-
-    def _answering(self, store: dist.Store) -> dist.Store:
-        answering = AnsweringStore.over(store, self._limit_s)
-        assert isinstance(answering, AnsweringStore)
-        self._open.append(answering)
-        return answering
+        close_store(self.job)
 
 
 def _terms_json(terms: Terms) -> str:

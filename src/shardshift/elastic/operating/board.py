@@ -5,8 +5,9 @@
    poster that dies leaves no gap for which the others would wait.
 2. The lead reads one number a step. Of what is not settled it takes: the request that it has announced already; else
    the first that says that devices leave, since their time runs out; else the first in order. One at a time.
-3. It makes a change of layout of that, for two steps ahead, and writes "announced" with all that another lead needs
-   to go on. What cannot be is answered "refused" with the reason; the job trains on.
+3. It makes a change of layout of that, for two steps ahead (fewer for a leave that has no time for that), and writes
+   "announced" with all that another lead needs to go on. What cannot be is answered "refused" with the reason; the job
+   trains on.
 4. Once the change is done or refused, the answer says so, and the next request has its turn.
 
 The rule for requests that meet: each is decided by what is true when its turn comes. The same twice is a change and
@@ -92,6 +93,8 @@ class Board:
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self._all_settled_to = 0
+        self._kept: dict[str, str] = {}
+        self._kept_to = 0
 
     def post(self, request: Request) -> int:
         """Ask for something; its number, by which ``answer`` says what becomes of it.
@@ -157,6 +160,19 @@ class Board:
         record: dict[str, Any] = json.loads(self._store.get(STATUS_KEY))
         return record
 
+    def records(self) -> dict[str, str]:
+        """All that a store which takes the place of this one has to hold of requests, by key."""
+        count = self.count()
+        for number in range(self._kept_to + 1, count + 1):
+            self._kept |= self._there(_request(number), _answer(number))
+            answer = self._written(number)
+            if answer is not None and answer.settled and number == self._kept_to + 1:
+                self._kept_to = number  # it changes no more
+        return self._kept | self._there(STATUS_KEY) | {_COUNT: str(count)}
+
+    def _there(self, *keys: str) -> dict[str, str]:
+        return {key: self._store.get(key).decode() for key in keys if self._store.check([key])}
+
     def _written(self, number: int) -> Answer | None:
         if not self._store.check([_answer(number)]):
             return None
@@ -172,6 +188,7 @@ class _Now:
     config: ParallelConfig | None
     running: tuple[int, ...]
     step_s: float
+    pause_s: float
     there: tuple[int, ...]
     leaving: frozenset[int]
 
@@ -309,9 +326,13 @@ class BoardSource:
         return config
 
     def _steps(self, request: Request, now: _Now) -> int:
-        """How far ahead to announce: where a leave has no time for that, at the next step."""
-        hurries = request.within_s is not None and request.within_s < 2 * (self._ahead + 1) * now.step_s
-        return 1 if hurries else self._ahead
+        """How far ahead to announce: where a leave has no time for that, one step, or the one that is ending.
+
+        The request may have waited for a step already. The last saves a step and costs the pause the plan.
+        """
+        if request.within_s is None or request.within_s >= 2 * (self._ahead + 1) * now.step_s + now.pause_s:
+            return self._ahead
+        return 1 if request.within_s >= 2 * now.step_s + now.pause_s else 0
 
     def _now(self) -> _Now:
         status = self._board.status() or {}
@@ -327,6 +348,7 @@ class BoardSource:
             ParallelConfig.parse(config) if config else None,
             tuple(status.get("devices", ())),
             float(status.get("step_s") or 0.0),
+            float(status.get("pause_s") or 0.0),
             tuple(sorted(self._devices())),
             frozenset(leaving),
         )

@@ -1,0 +1,45 @@
+"""A real job under ``shardshift run`` outlives the host of its store; a minority stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.elastic.deciding import until_all_decide
+from tests.elastic.test_joining import Job, Node, pids, running
+
+pytestmark = pytest.mark.timeout(180)
+
+
+SMALL = ("--nnodes", "1:4", "--nproc-per-node", "1")
+
+
+def three_nodes(job: Job, *options: str) -> list[Node]:
+    """Three nodes of one device each, by slot; node 0 hosts the store, and all decide on the next one."""
+    first = job.node(*SMALL, *options)
+    first.says("0: trains")
+    others = [job.node(*SMALL, *options) for _ in range(2)]
+    others.sort(key=lambda node: node.says("joins job"))
+    first.says("0: trains pp1tp1dp3 exact")
+    until_all_decide(job.port, 3)
+    return [first, *others]
+
+
+def test_three_nodes_lose_the_host_of_the_store_and_a_new_one_joins(tmp_path: Path) -> None:
+    with running(tmp_path, "pp1") as job:
+        first, second, third = three_nodes(job)
+        first.process.kill()
+        second.says("hosts the job's store from now on")
+        second.says("1: recovered exact")
+        second.says("1: trains pp1tp1dp2 exact")
+        third.says("2: trains pp1tp1dp2 exact")
+        status = json.loads(job.ask("status", "toy", "--json").stdout)
+        assert (status["config"], sorted(status["devices"]), status["losses"]) == ("pp1tp1dp2", [1, 2], 1)
+        fourth = job.node(*SMALL)
+        fourth.says("3: trains pp1tp1dp3 exact")
+        job.stop.touch()
+        for node in job.nodes[1:]:
+            assert node.end() == 0, "".join(node.lines)
+            assert all(len(of) == 1 for of in pids(node.lines).values())
+            assert "WRONG" not in "".join(node.lines)
