@@ -66,6 +66,8 @@ def test_every_change_of_the_demo_is_exact_and_moves_the_least(tmp_path: Path) -
         assert transition["same_losses_as_checkpoint"] is True
         assert transition["moved_bytes"] == transition["least_moved_bytes"]
         assert transition["speedup"] == pytest.approx(transition["checkpoint_s"] / transition["pause_s"])
+    went = [(t["pids_kept"], t["joined"], t["left"]) for t in transitions]
+    assert went == [(4, 4, 0), (8, 0, 0), (8, 0, 0), (4, 0, 4)], "who trains on is the same process"
     # pp2tp2dp2 has every tp2 half on two devices: each keeps another half of it, so nothing travels.
     assert transitions[2]["moved_bytes"] == 0
 

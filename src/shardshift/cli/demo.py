@@ -62,6 +62,7 @@ def run_and_report(
     (out / "report.json").write_text(json.dumps(report.to_json(), indent=2) + "\n")
     helpers_s = max(transition.checkpoint_helpers_s for transition in report.transitions)
     console.print(
+        "pids: 4+4-0 says that 4 processes stay, 4 that were started meanwhile join, and none leaves.\n"
         "refer: left in place; copy: within a device; moved: between devices; least: what any pairing has to move.\n"
         "ckpt: the same change through a checkpoint (save, build in fresh processes, load), without starting processes "
         f"and without {helpers_s * 1e3:.0f} ms for the helper processes that saving needs; ratio: ckpt / pause.\n"
@@ -89,7 +90,7 @@ def _run(console: Console, steps: int, source: Path, sinks: list[Sink]) -> DemoR
     with Progress(*columns, console=console) as bars:
         totals = {"elastic": steps, "again from saved state": steps - steps // 5, "fixed": steps}
         tasks = {what: bars.add_task(f"train: {what}", total=total, start=False) for what, total in totals.items()}
-        tasks["start"] = bars.add_task("start 8 processes", total=None)
+        tasks["start"] = bars.add_task("start the first processes", total=None)
         if console.is_interactive:
             move, done = bars.add_task("move", total=None, visible=False, figures=""), MoveProgress()
 

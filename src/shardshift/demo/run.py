@@ -1,6 +1,7 @@
 """The demo as a whole: the elastic run, each change again from saved state in fresh processes, and a fixed run.
 
-1. Eight processes, standing for two nodes of four devices, train and change layout four times, live.
+1. Four processes, standing for a node of four devices, train and change layout four times, live. For the first change
+   four more are started, as a second node would start them; in the last one four lose their role, and end.
 2. For each change, fresh processes start in the new layout: they load a Megatron checkpoint of the moment before
    (for its time), then the oracle's plain tensors (for the truth), and train to the next change. Their losses must
    be those of the elastic run, bit for bit.
@@ -15,14 +16,15 @@ from pathlib import Path
 from typing import Final
 
 from ..elastic import LocalJob, ResizeReport
+from ..elastic.agent.roster import NodeRecord, Roster
 from ..engine.events import Event, Sink, nowhere
 from ..report import DemoReport, Transition
+from ..values import ParallelConfig
 from . import worker
 from .model import ModelShape, Recipe
-from .worker import Changes, Task, train_elastic, train_fixed, train_from_saved
+from .worker import Changes, Task, joiners, train_elastic, train_fixed, train_from_saved
 
 CONFIGS: Final = ("pp2tp2dp1", "pp4tp2dp1", "pp2tp2dp2", "pp2tp4dp1", "pp4tp1dp1")
-DEVICES: Final = 8
 DEVICES_PER_NODE: Final = 4
 
 Progress = Callable[[str, int], None]
@@ -74,34 +76,69 @@ class _Elastic:
         self.helpers_s = 0.0
         self.save_s: dict[int, float] = {}
         self.reports: dict[int, list[ResizeReport]] = {}
+        self.before: dict[int, set[int]] = {}
+        self.after: dict[int, set[int]] = {}
 
 
 def _elastic(task: Task, changes: Changes, folder: Path, progress: Progress, sink: Sink) -> _Elastic:
     found = _Elastic()
+    first = ParallelConfig.parse(CONFIGS[0]).world_size
+    growths = sorted(joiners(CONFIGS[0], changes).items())
     job = LocalJob(
-        DEVICES,
+        first,
         train_elastic,
         (task, CONFIGS[0], changes, folder),
         timeout_s=task.timeout_s,
         preload=[worker.__name__],
     )
     with job:
-        for _, message in job.messages():
+        nodes = _Nodes(job, first)
+        for device, message in job.messages():
             match message:
+                case ("began", int()):
+                    # One growth after the other: the next processes are started when those before have a role.
+                    if growths and device == (0 if growths[0][1].start == first else growths[0][1].start - 1):
+                        nodes.join(growths.pop(0)[1])
                 case ("loss", int(iteration), float(loss)):
                     found.losses[iteration] = loss
                     progress("elastic", 1)
                 case ("helpers", float(seconds)):
                     found.helpers_s = max(found.helpers_s, seconds)
-                case ("saved", int(iteration), float(seconds)):
+                case ("saved", int(iteration), float(seconds), int(pid)):
                     found.save_s[iteration] = max(found.save_s.get(iteration, 0.0), seconds)
-                case ("changed", ResizeReport() as report):
+                    found.before.setdefault(iteration, set()).add(pid)
+                case ("changed", ResizeReport() as report, int(pid)):
                     found.reports.setdefault(report.iteration, []).append(report)
+                    found.after.setdefault(report.iteration, set()).add(pid)
                 case _ if isinstance(message, Event):
                     sink(message)
                 case _:
                     raise AssertionError(f"unknown message {message!r}")
     return found
+
+
+class _Nodes:
+    """The part of the agents: starts processes of a node more, and says in the roster who is there.
+
+    Args:
+        job: the processes.
+        first: how many there are from the start.
+    """
+
+    def __init__(self, job: LocalJob, first: int) -> None:
+        self._job, self._roster = job, Roster(job.store)
+        self._roster.begin(0)
+        self._write(range(first))
+
+    def join(self, devices: range) -> None:
+        """Start them. They are forked, as importing megatron four times over would take the training's cores."""
+        started = self._job.add(len(devices), forked=True)
+        assert started == devices, (started, devices)
+        self._write(devices)
+
+    def _write(self, devices: range) -> None:
+        pids = {device: self._job.pids[device] for device in devices}
+        self._roster.write(NodeRecord(self._roster.next_slot(), "here", tuple(devices), pids, "here"))
 
 
 def _again(task: Task, elastic: _Elastic, iteration: int, until: int, folder: Path, progress: Progress) -> Transition:
@@ -127,6 +164,7 @@ def _again(task: Task, elastic: _Elastic, iteration: int, until: int, folder: Pa
                     exact = same
                 case _:
                     raise AssertionError(f"unknown message {message!r}")
+    before, after = elastic.before[iteration], elastic.after[iteration]
     expected = {step: loss for step, loss in elastic.losses.items() if iteration < step <= until}
     return Transition.of(
         reports,
@@ -137,6 +175,9 @@ def _again(task: Task, elastic: _Elastic, iteration: int, until: int, folder: Pa
         checkpoint_params_exact=checkpoint_exact,
         bit_exact=exact,
         same_losses_as_checkpoint=bool(losses) and losses == expected,
+        pids_kept=len(before & after),
+        joined=len(after - before),
+        left=len(before - after),
     )
 
 

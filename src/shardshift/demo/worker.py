@@ -1,8 +1,15 @@
-"""What runs in the demo's processes: the elastic run, a run started from a saved state, and a fixed run."""
+"""What runs in the demo's processes: the elastic run, a run started from a saved state, and a fixed run.
+
+The elastic run goes on while its launcher starts processes, as agents of nodes do: a process that joins stands by until
+a change gives it a role, one that a change leaves without a role ends. Before a change is announced that needs more
+processes than there are, the others wait until those stand by, so that it is due at the same step in every run; with
+some steps before it, they are there by then.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -13,12 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import Script, session
+from .. import session
 from ..adapters import Place
 from ..adapters.megatron import Adapter, Job
-from ..elastic import Member, ResizeReport
+from ..coordination import present_store, stands_by
+from ..elastic import Member, Resize, ResizeReport
+from ..elastic.agent.roster import Roster, Terms
+from ..elastic.resize import AHEAD
 from ..engine.events import nowhere, phase
-from ..values import ParallelConfig
+from ..values import ParallelConfig, PeerLost, ShardshiftError
 from . import checkpoint, oracle
 from .model import Recipe, make_adapter, optimizer_step, set_initial_weights, train_step
 from .text import Corpus, read_text
@@ -26,6 +36,11 @@ from .text import Corpus, read_text
 Send = Callable[[Any], None]
 Changes = dict[int, str]
 """Per iteration the configuration to change to."""
+
+
+JOIN_S = 120.0
+"""For so long those that train wait for those that join."""
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +67,38 @@ class Task:
         return make_adapter(self.recipe, corpus)
 
 
+class Announced:
+    """The changes as a ``ResizeSource`` that is asked on the lead: each is announced ``AHEAD`` steps before it is due.
+
+    Unlike ``Script``, which announces all of them at once: then plans would be made before there are joiners.
+    """
+
+    alike = False
+
+    def __init__(self, changes: Changes) -> None:
+        self._resizes = [Resize(at, ParallelConfig.parse(config)) for at, config in sorted(changes.items())]
+
+    def upcoming(self, iteration: int) -> Resize | None:
+        """See ``ResizeSource``."""
+        return next((one for one in self._resizes if iteration <= one.iteration <= iteration + AHEAD), None)
+
+    def settled(self, resize: Resize, refusal: ShardshiftError | None) -> None:
+        """Each change has one time."""
+
+
+def joiners(start: str, changes: Changes) -> dict[int, range]:
+    """Per iteration of a change that needs more processes than train, the devices that join for it."""
+    train = known = ParallelConfig.parse(start).world_size
+    found: dict[int, range] = {}
+    for at, config in sorted(changes.items()):
+        needed = ParallelConfig.parse(config).world_size
+        if needed > train:
+            found[at] = range(known, known + needed - train)
+            known = found[at].stop
+        train = needed
+    return found
+
+
 def train_elastic(send: Send, task: Task, start: str, changes: Changes, folder: Path) -> None:
     """The main job: train, and change layout where the script says; one call in each process.
 
@@ -61,26 +108,39 @@ def train_elastic(send: Send, task: Task, start: str, changes: Changes, folder: 
     _quiet()
     send(("helpers", checkpoint.start_helpers()))
     recipe, adapter = task.recipe, task.adapter()
-    member = Member.from_launcher(devices_per_node=task.devices_per_node, timeout_s=task.timeout_s)
-    # The nodes are pretended, and the demo shows the least movement: bytes come before nodes.
-    script, sink = Script(changes), send if task.tells else nowhere
+    per_node = task.devices_per_node
+    member = Member.from_launcher(devices_per_node=per_node, timeout_s=task.timeout_s)
+    founders = len(member.founders) // per_node
+    Roster(member.store).agree(Terms("demo", per_node, founders, founders + len(changes)))  # an agent's part elsewhere
+    waits = {max(at - AHEAD, 1) - 1: devices for at, devices in joiners(start, changes).items()}
+    sink = send if task.tells else nowhere
     with session(
-        adapter, start, resizes=script, member=member, prefer="bytes", timeout_s=task.timeout_s, sink=sink
+        adapter,
+        start,
+        resizes=Announced(changes),
+        member=member,
+        prefer="bytes",  # the nodes are pretended, and the demo shows the least movement
+        timeout_s=task.timeout_s,
+        grow=False,
+        sink=sink,
     ) as elastic:
         job = elastic.start(lambda job: set_initial_weights(job, recipe.seed))
-        if elastic.reports and job:
-            _after_change(send, job, elastic.reports[-1], folder)
+        if job:
+            send(("began", os.getpid()))
+            if elastic.reports:
+                _after_change(send, job, elastic.reports[-1], folder)
         while job and job.iteration < recipe.steps:
             if elastic.resize_due(job):
                 state = state_folder(folder, job.iteration)
                 oracle.save_rank(job, state / "before")
-                send(("saved", job.iteration, checkpoint.save(job, state / "checkpoint")))
+                send(("saved", job.iteration, checkpoint.save(job, state / "checkpoint"), os.getpid()))
                 with phase(sink, member.device, f"to {changes[job.iteration]}"):
                     job = elastic.resize(job)
-                job = job or elastic.start()  # without a role in the new layout: stand by
                 if job:
                     _after_change(send, job, elastic.reports[-1], folder)
-                continue
+                continue  # without a role in the new layout: this process ends
+            if job.iteration in waits:
+                _await_joiners(member, waits.pop(job.iteration))
             loss = train_step(job)
             with elastic.commit_step(job):
                 optimizer_step(job)
@@ -157,4 +217,19 @@ def _send_loss(send: Send, job: Job, loss: float | None) -> None:
 
 def _after_change(send: Send, job: Job, report: ResizeReport, folder: Path) -> None:
     oracle.save_rank(job, state_folder(folder, report.iteration) / "after")
-    send(("changed", report))
+    send(("changed", report, os.getpid()))
+
+
+def _await_joiners(member: Member, devices: range) -> None:
+    """Wait between two steps until processes that join stand by.
+
+    Raises:
+        PeerLost: if some do not come; then the launcher has said so already, if they died.
+    """
+    roster, until_s = Roster(member.store), time.monotonic() + JOIN_S
+    while missing := {*devices} - {*roster.devices_here()} or {
+        device for device in devices if not stands_by(present_store(member.store), device)
+    }:
+        if time.monotonic() > until_s:
+            raise PeerLost(sorted(missing), "join", f"did not stand by within {JOIN_S:.0f} s")
+        time.sleep(_LOOK_S)

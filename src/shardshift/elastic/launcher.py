@@ -73,21 +73,22 @@ class LocalJob:
             self.kill()  # nobody can enter the context any more, so nobody else would
             raise
 
-    def add(self, count: int) -> range:
+    def add(self, count: int, *, forked: bool = False) -> range:
         """Start more workers, while the others run: joiners, which stand by until a change of layout takes them in.
 
-        Each is a process of its own that imports what it needs, as one on a new node would. Their messages come with
-        those of the others, as long as these have not all ended.
+        Each is a process of its own that imports what it needs, as one on a new node would, unless it is forked. Their
+        messages come with those of the others, as long as these have not all ended.
 
         Args:
             count: how many.
+            forked: whether they come from the fork server, as the first ones do; that spares the seconds of importing.
 
         Returns:
             Their devices; ranks beyond WORLD_SIZE, which stays what the job began with.
         """
         added = range(len(self._workers), len(self._workers) + count)
         for device in added:
-            self._start(device, mp.get_context("spawn"))
+            self._start(device, self._context if forked else mp.get_context("spawn"))
         return added
 
     def _start(self, device: int, context: ForkServerContext | SpawnContext) -> None:

@@ -31,6 +31,9 @@ class Transition:
         bit_exact: every logical tensor is after the change what it was before, bit for bit.
         same_losses_as_checkpoint: from the change on, the losses are bit for bit those of fresh processes that were
             started in the new layout from the saved state.
+        pids_kept: processes that train before and after it.
+        joined: processes that train after it alone; started while the others trained.
+        left: processes that train before it alone; they end.
         phases_s: the pause by phase, on the slowest rank.
         checkpoint_save_s: part of ``checkpoint_s``.
         checkpoint_build_s: part of ``checkpoint_s``.
@@ -53,6 +56,9 @@ class Transition:
     speedup: float
     bit_exact: bool
     same_losses_as_checkpoint: bool
+    pids_kept: int
+    joined: int
+    left: int
     phases_s: dict[str, float]
     checkpoint_save_s: float
     checkpoint_build_s: float
@@ -72,6 +78,9 @@ class Transition:
         checkpoint_params_exact: bool,
         bit_exact: bool,
         same_losses_as_checkpoint: bool,
+        pids_kept: int,
+        joined: int,
+        left: int,
     ) -> Self:
         """From what every rank reported of the live change, and what was found of it afterwards."""
         slowest = max(reports, key=lambda report: report.pause_s)
@@ -91,6 +100,9 @@ class Transition:
             speedup=checkpoint_s / slowest.pause_s,
             bit_exact=bit_exact,
             same_losses_as_checkpoint=same_losses_as_checkpoint,
+            pids_kept=pids_kept,
+            joined=joined,
+            left=left,
             phases_s=dict(slowest.phases_s),
             checkpoint_save_s=checkpoint_save_s,
             checkpoint_build_s=checkpoint_build_s,
