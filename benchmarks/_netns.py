@@ -1,9 +1,13 @@
-"""Ranks on hosts of their own: network namespaces, each with a shaped link to one bridge.
+"""Ranks on hosts of their own: network namespaces with shaped links to one bridge, or to one of a node's, as a cluster.
 
 A namespace is a network stack of its own, so what ranks in two of them send one another crosses two virtual cables,
 and each end of a cable is held to a rate by a token bucket (``tc``'s tbf). So the network, not this machine's memory,
 is what is slow, in both directions of each host at its own. Names carry the process id; what a killed process has left
 is taken away by the next one that comes. Addresses are of 198.18.0.0/15, which is set apart for benchmarks (RFC 2544).
+
+A *cluster* has a bridge for each node, which devices hang on, each a namespace with a shaped cable of its own, and a
+bridge between the nodes, to which each node's bridge has one shaped cable. So all that a device sends or receives goes
+through its lane, and what leaves its node through the node's link besides: the lanes of ``shardshift.values.Topology``.
 
 Shaping loopback was rejected: all ranks would share one link.
 """
@@ -38,6 +42,15 @@ class Hosts:
 
     names: tuple[str, ...]
     gateway: str
+
+    @property
+    def interface(self) -> str:
+        """The name that each host has for its end of its cable."""
+        return _INTERFACE
+
+    def address(self, index: int) -> str:
+        """Of host ``index``, as the others reach it."""
+        return f"{self.gateway.rpartition('.')[0]}.{index + 1}"
 
     def enter(self, index: int) -> None:
         """Move this process, which must have one thread, to host ``index``; gloo groups made later run there."""
@@ -84,26 +97,86 @@ def shaped_hosts(count: int, rate_mbit: int) -> Iterator[Hosts]:
     """
     _remove_leftovers()
     pid = os.getpid()
-    bridge, network = f"ss{pid}b", f"198.18.{pid % 256}"
-    names = tuple(f"{_PREFIX}-{pid}-{index}" for index in range(count))
+    names = _names(pid, count)
     try:
-        _call(f"ip link add {bridge} type bridge")
-        _call(f"ip addr add {network}.254/24 dev {bridge}")
-        _call(f"ip link set dev {bridge} up")
-        for index, name in enumerate(names):
-            outside = f"ss{pid}h{index}"
-            _call(f"ip netns add {name}")
-            _call(f"ip link add {outside} type veth peer name {_INTERFACE} netns {name}")
-            _call(f"ip link set dev {outside} master {bridge} up")
-            _call(f"ip -n {name} addr add {network}.{index + 1}/24 dev {_INTERFACE}")
-            _call(f"ip -n {name} link set dev {_INTERFACE} up")
-            _call(f"ip -n {name} link set dev lo up")
-            shape = f"root tbf rate {rate_mbit}mbit burst 256kb latency 100ms"
-            _call(f"tc qdisc add dev {outside} {shape}")
-            _call(f"tc -n {name} qdisc add dev {_INTERFACE} {shape}")
-        yield Hosts(names, f"{network}.254")
+        bridge, gateway = _core(pid)
+        for index in range(count):
+            _add_host(pid, index, bridge, rate_mbit)
+        yield Hosts(names, gateway)
     finally:
         _remove(pid)
+
+
+@contextmanager
+def shaped_cluster(nodes: int, devices_per_node: int, device_mbit: int, link_mbit: int) -> Iterator[Hosts]:
+    """Hosts, one a device, node by node, of a cluster.
+
+    Args:
+        nodes: how many.
+        devices_per_node: of each.
+        device_mbit: what a device's lane carries each way.
+        link_mbit: what a node's link carries each way.
+
+    Raises:
+        OSError: if a command fails; nothing is left behind.
+    """
+    _remove_leftovers()
+    pid = os.getpid()
+    names = _names(pid, nodes * devices_per_node)
+    try:
+        core, gateway = _core(pid)
+        for node in range(nodes):
+            bridge, up, down = (f"ss{pid}{kind}{node}" for kind in "nuc")
+            _call(f"ip link add {bridge} type bridge")
+            _call(f"ip link set dev {bridge} up")
+            _call(f"ip link add {up} type veth peer name {down}")
+            _call(f"ip link set dev {up} master {bridge} up")
+            _call(f"ip link set dev {down} master {core} up")
+            for end in (up, down):
+                _call(f"tc qdisc add dev {end} {_shape(link_mbit)}")
+            for index in range(node * devices_per_node, (node + 1) * devices_per_node):
+                _add_host(pid, index, bridge, device_mbit)
+        yield Hosts(names, gateway)
+    finally:
+        _remove(pid)
+
+
+def cable_of(hosts: Hosts, index: int) -> str:
+    """The end of a host's cable that is outside of it; taken down, the host is cut off."""
+    return f"ss{hosts.names[index].split('-')[1]}h{index}"
+
+
+def _names(pid: int, count: int) -> tuple[str, ...]:
+    return tuple(f"{_PREFIX}-{pid}-{index}" for index in range(count))
+
+
+def _network(pid: int) -> str:
+    return f"198.18.{pid % 256}"
+
+
+def _core(pid: int) -> tuple[str, str]:
+    """The bridge that this process is on, and this process's address there."""
+    bridge, gateway = f"ss{pid}b", f"{_network(pid)}.254"
+    _call(f"ip link add {bridge} type bridge")
+    _call(f"ip addr add {gateway}/24 dev {bridge}")
+    _call(f"ip link set dev {bridge} up")
+    return bridge, gateway
+
+
+def _add_host(pid: int, index: int, bridge: str, rate_mbit: int) -> None:
+    name, outside = f"{_PREFIX}-{pid}-{index}", f"ss{pid}h{index}"
+    _call(f"ip netns add {name}")
+    _call(f"ip link add {outside} type veth peer name {_INTERFACE} netns {name}")
+    _call(f"ip link set dev {outside} master {bridge} up")
+    _call(f"ip -n {name} addr add {_network(pid)}.{index + 1}/24 dev {_INTERFACE}")
+    _call(f"ip -n {name} link set dev {_INTERFACE} up")
+    _call(f"ip -n {name} link set dev lo up")
+    _call(f"tc qdisc add dev {outside} {_shape(rate_mbit)}")
+    _call(f"tc -n {name} qdisc add dev {_INTERFACE} {_shape(rate_mbit)}")
+
+
+def _shape(rate_mbit: int) -> str:
+    return f"root tbf rate {rate_mbit}mbit burst 256kb latency 100ms"
 
 
 def _remove_leftovers() -> None:
@@ -115,7 +188,7 @@ def _remove_leftovers() -> None:
 
 def _remove(pid: int) -> None:
     """Take away what a process made: cables first, as the kernel takes its time with those of a namespace."""
-    for path in sorted(_DEVICES.glob(f"ss{pid}[bh]*")):
+    for path in sorted(_DEVICES.glob(f"ss{pid}[bhnuc]*")):
         subprocess.run(["ip", "link", "del", path.name], capture_output=True, check=False)
     for path in _RUN.glob(f"{_PREFIX}-{pid}-*"):
         subprocess.run(["ip", "netns", "del", path.name], capture_output=True, check=False)

@@ -28,7 +28,7 @@ def train(asked: argparse.Namespace) -> None:
     """The training loop."""
     recipe = mine.Recipe(mine.ModelShape(layers=4, hidden=64), steps=asked.steps)
     text = read_text(Path(__file__).parent)
-    member = ss.Member.from_launcher()
+    member = ss.Member.from_launcher(timeout_s=asked.timeout_s)
     events = EventLog(os.environ.get("SHARDSHIFT_JOB", "train"))
     with ss.session(
         mine.make_adapter(recipe, Corpus(text, recipe.shape.sequence_length, recipe.seed)),
@@ -36,6 +36,7 @@ def train(asked: argparse.Namespace) -> None:
         member=member,
         resizes=FileSource(asked.watch, Board(member.store), member.store),  # beside requests and nodes that join
         layouts="nearest",  # which layout on which devices: docs/policy.md
+        timeout_s=asked.timeout_s,
         survive=True,  # go on after a loss
         shard_copies=asked.copies,
         sink=events,
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("--watch", type=Path, default=Path("layout.txt"), help="a file that says which layout to have")
     parser.add_argument("--log", type=Path, help="folder for structured logs, a file a process")
     parser.add_argument("--copies", type=int, default=0, help="1: keep copies of what only one rank holds")
+    parser.add_argument("--timeout-s", type=float, default=30.0, help="whoever shows no life for so long is lost")
     asked = parser.parse_args()
     if asked.log:
         asked.log.mkdir(exist_ok=True)

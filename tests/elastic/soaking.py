@@ -3,7 +3,7 @@
 ``python -m tests.elastic.soaking`` goes a hundred changes; the test goes some. The parent is what an agent would be: it
 hosts the store, keeps the roster, posts requests on the board, kills and starts workers. Each tenth change leads to one
 layout of all devices, where those that have lived since the last time count what they hold open. Moments have one
-holder each, so losses are outlived by buddy copies.
+holder each, so losses are outlived by buddy copies. The job is a toy here; ``tests.megatron.soaking`` has a real one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,12 +27,14 @@ from torch.distributed import distributed_c10d as c10d
 from shardshift import Member, PeerLost, session
 from shardshift.elastic import LocalJob, Session
 from shardshift.elastic.agent.roster import NodeRecord, Roster, Terms
+from shardshift.elastic.launcher import Worker
 from shardshift.elastic.operating.board import Board
 from shardshift.elastic.operating.request import Request
 from shardshift.values import ParallelConfig
 
 TIMEOUT_S: Final = 20.0
 STOP: Final = "stop"
+TOY_LAYOUTS: Final = tuple(f"pp{pp}tp{tp}dp{dp}" for pp in (1, 2, 4) for tp in (1, 2, 3) for dp in (1, 2, 3))
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,16 @@ class Soak:
         devices: that train when all are there.
         kill_every: each so manyth change is a loss.
         seed: of what happens.
+        layouts: that are changed to.
+        spared: devices that are never killed, so that somebody has seen it all.
     """
 
     changes: int = 100
     devices: int = 6
     kill_every: int = 5
     seed: int = 7
+    layouts: tuple[str, ...] = TOY_LAYOUTS
+    spared: tuple[int, ...] = ()
 
     @property
     def whole(self) -> ParallelConfig:
@@ -102,7 +108,7 @@ def train(send: Callable[[Any], None], start: str) -> None:
                 step(elastic, job)
                 if told != elastic._party.course.generation:
                     told = elastic._party.course.generation
-                    send(count(told, job))
+                    send(count(told, str(job.config), exact=job.exact()))
             except (PeerLost, RuntimeError) as lost:
                 job = elastic.recover(job, lost) or elastic.start()
 
@@ -124,25 +130,36 @@ def step(elastic: Session[ToyJob], job: ToyJob) -> None:
             tensor += 1
 
 
-def count(generation: int, job: ToyJob) -> Count:
+def count(generation: int, config: str, *, exact: bool) -> Count:
+    """What this process holds now."""
     gc.collect()
     process = psutil.Process()
     return Count(
         generation,
-        str(job.config),
+        config,
         process.num_fds(),
         threading.active_count(),
         len(c10d._world.pg_map),
         process.memory_info().rss,
-        job.exact(),
+        exact,
     )
 
 
-class Parent:
-    """Kills, starts, asks."""
+def unheard(device: int, message: Any) -> None:
+    """What workers send besides counts, when there is nobody to hear it."""
 
-    def __init__(self, soak: Soak, job: LocalJob) -> None:
-        self.soak, self.job, self.found = soak, job, Found()
+
+class Parent:
+    """Kills, starts, asks.
+
+    Args:
+        soak: how long, and how large.
+        job: the workers.
+        hear: told what they send besides counts; and, as ``("trains", generation)``, that all trained in a generation.
+    """
+
+    def __init__(self, soak: Soak, job: LocalJob, hear: Callable[[int, Any], None] = unheard) -> None:
+        self.soak, self.job, self.found, self._hear = soak, job, Found(), hear
         self._random = random.Random(soak.seed)
         self._roster, self._board = Roster(job.store), Board(job.store)
         self._messages: Iterator[tuple[int, Any]] = job.messages()
@@ -164,20 +181,17 @@ class Parent:
             self.found.parent_rss_bytes.append(psutil.Process().memory_info().rss)
         self.job.store.set(STOP, "")
         for device, message in self._messages:
-            if message[0] == "done":
-                self.found.iteration = message[1]
-                assert message[2], f"device {device} ended with a wrong state"
+            match message:
+                case ("done", int(iteration), bool(exact)):
+                    self.found.iteration = iteration
+                    assert exact, f"device {device} ended with a wrong state"
+                case _:
+                    self._hear(device, message)
         return self.found
 
     def _another(self) -> ParallelConfig:
-        sizes = [(pp, tp, dp) for pp in (1, 2, 4) for tp in (1, 2, 3) for dp in (1, 2, 3)]
-        return self._random.choice(
-            [
-                config
-                for pp, tp, dp in sizes
-                if 2 <= (config := ParallelConfig(pp, tp, dp)).world_size <= self.soak.devices and config != self.config
-            ]
-        )
+        known = [config for config in map(ParallelConfig.parse, self.soak.layouts) if config != self.config]
+        return self._random.choice([config for config in known if 2 <= config.world_size <= self.soak.devices])
 
     def _ask(self, config: ParallelConfig) -> None:
         self._board.post(Request(to=config))
@@ -185,7 +199,7 @@ class Parent:
         assert self.config == config, (self.config, config)
 
     def _kill(self) -> None:
-        victim = self._random.choice(sorted(self._training))
+        victim = self._random.choice(sorted(self._training.difference(self.soak.spared)))
         os.kill(self.job.pids[victim], signal.SIGKILL)
         self.living.discard(victim)
         self.found.killed.append(victim)
@@ -206,7 +220,10 @@ class Parent:
         """Wait until every rank of a generation has trained in it."""
         told: set[int] = set()
         for device, message in self._messages:
-            if not isinstance(message, Count) or message.generation < generation:
+            if not isinstance(message, Count):
+                self._hear(device, message)
+                continue
+            if message.generation < generation:
                 continue
             assert message.generation == generation, message
             assert message.exact, f"device {device} holds a wrong state: {message}"
@@ -215,25 +232,40 @@ class Parent:
             config = ParallelConfig.parse(message.config)
             if len(told) == config.world_size:
                 self._training, self.config, self.found.generation = told, config, generation
+                self._hear(device, ("trains", generation))
                 return
         raise AssertionError(f"the job ended before generation {generation}")
 
 
-def soak(how: Soak) -> Found:
-    """Go through it all."""
-    job = LocalJob(how.devices, train, (str(how.whole),), timeout_s=TIMEOUT_S, survives=True)
+def soak(
+    how: Soak,
+    worker: Worker = train,
+    args: Sequence[Any] = (),
+    hear: Callable[[int, Any], None] = unheard,
+    preload: Sequence[str] = (),
+) -> Found:
+    """Go through it all.
+
+    Args:
+        how: how long, and how large.
+        worker: called as ``worker(send, layout, *args)``; sends a ``Count`` once it has trained in a generation.
+        args: see ``worker``.
+        hear: as ``Parent`` has it.
+        preload: as ``LocalJob`` has it.
+    """
+    job = LocalJob(how.devices, worker, (str(how.whole), *args), timeout_s=TIMEOUT_S, survives=True, preload=preload)
     with job:
         roster = Roster(job.store)
         roster.begin(1)
         roster.write(NodeRecord(0, "here", tuple(range(how.devices)), {}, "here"))
-        return Parent(how, job).go()
+        return Parent(how, job, hear).go()
 
 
-def main() -> None:
-    found = soak(Soak(int(sys.argv[1]) if len(sys.argv) > 1 else 100))
+def tell(how: Soak, found: Found) -> None:
+    """Print what came out."""
     print(f"{found.generation} changes, {len(found.killed)} losses, {found.iteration} steps; all exact")
     for device, counts in sorted(found.counts.items()):
-        whole = [one for one in counts if one.config == str(Soak().whole)]
+        whole = [one for one in counts if one.config == str(how.whole)]
         if len(whole) > 1:
             first, last = whole[1] if len(whole) > 2 else whole[0], whole[-1]
             slope = (last.rss_bytes - first.rss_bytes) / max(last.generation - first.generation, 1) / 2**20
@@ -242,6 +274,11 @@ def main() -> None:
                 f"threads {first.threads} to {last.threads}, groups {first.groups} to {last.groups}, "
                 f"{slope:.3f} MiB a change"
             )
+
+
+def main() -> None:
+    how = Soak(int(sys.argv[1]) if len(sys.argv) > 1 else 100)
+    tell(how, soak(how))
 
 
 if __name__ == "__main__":

@@ -180,6 +180,8 @@ class ToyAdapter:
         self.built += 1
         self.sockets = Sockets()
         timeout = timedelta(seconds=place.timeout_s)
+        # Names of groups count on where an attempt has failed, and not every rank made that attempt.
+        dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             "gloo", store=place.store, rank=place.rank, world_size=place.config.world_size, timeout=timeout
         )
@@ -267,6 +269,12 @@ class ToyChange:
         self.adapter.at("allocate")
         return torch.full(shard.region.shape, float("nan"), dtype=torch.float64)
 
+    def enter_ahead(self, place: Place) -> None:
+        self.adapter.at("enter_ahead")
+
+    def leave_ahead(self) -> None:
+        self.adapter.at("leave_ahead")
+
     def accept(self, rank: int, companions: Mapping[str, bytes]) -> int:
         self.adapter.at("accept")
         (iteration,) = {int(content) for content in companions.values()}
@@ -317,10 +325,10 @@ def let_standby_die(device: int, how: str, adapter: ToyAdapter) -> None:
     Control.await_any = dies  # type: ignore[method-assign]
 
 
-def train(send: Callable[[Any], None], recipe: Recipe) -> None:
+def train(send: Callable[[Any], None], recipe: Recipe, join: Callable[[float], Member] | None = None) -> None:
     """The user's loop; tells ("refused", ...), ("done", ...), ("lost", ...), ("end", ...)."""
     torch.set_num_threads(1)
-    member = Member.from_launcher(timeout_s=recipe.timeout_s)
+    member = Member.from_launcher(timeout_s=recipe.timeout_s) if join is None else join(recipe.timeout_s)
     adapter = ToyAdapter(
         member.device, send, recipe.faults, count_at=recipe.count_at, model=MODEL if recipe.sharded else REPLICATED
     )
@@ -458,10 +466,16 @@ class Outcome:
         return {device: messages for device, messages in sorted(found.items()) if messages}
 
 
-def play(devices: int, recipe: Recipe, *, until_lost: int | None = None) -> Outcome:
+def play(
+    devices: int,
+    recipe: Recipe,
+    *,
+    until_lost: int | None = None,
+    join: Callable[[float], Member] | None = None,
+) -> Outcome:
     """Run a toy training to its end, or until so many ranks have told of a loss."""
     outcome = Outcome({device: [] for device in range(devices)}, None)
-    with running(devices, recipe) as job:
+    with running(devices, recipe, join) as job:
         try:
             for device, message in job.messages():
                 outcome.messages[device].append(message)
@@ -473,11 +487,11 @@ def play(devices: int, recipe: Recipe, *, until_lost: int | None = None) -> Outc
 
 
 @contextlib.contextmanager
-def running(devices: int, recipe: Recipe) -> Iterator[LocalJob]:
+def running(devices: int, recipe: Recipe, join: Callable[[float], Member] | None = None) -> Iterator[LocalJob]:
     with LocalJob(
         devices,
         train,
-        (recipe,),
+        (recipe, join),
         timeout_s=recipe.timeout_s,
         survives=recipe.survive,
     ) as job:

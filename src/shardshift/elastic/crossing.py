@@ -24,7 +24,7 @@ from ..coordination import (
     stands_by,
     to_record,
 )
-from ..values import PeerLost
+from ..values import PeerLost, StateLost
 from .party import PATIENCE, Party
 
 
@@ -33,6 +33,7 @@ def next_era(party: Party[J], lost: PeerLost) -> None:
 
     Raises:
         PeerLost: as it is, if nobody knows who is lost, or the others have given up this process.
+        StateLost: if nobody is left who trained.
         ShardshiftError: if the store is lost, and there is no other.
     """
     control = party.era.control
@@ -57,7 +58,11 @@ def next_era(party: Party[J], lost: PeerLost) -> None:
     party.gone.update(gone)
     party.course.mourn(gone)
     if not party.course.living:
-        raise lost
+        raise StateLost(
+            f"all devices that trained ({', '.join(map(str, party.course.devices))}) are lost, and those that stand by "
+            "hold no state; what to do: start the job again from its last checkpoint",
+            ["everything"],
+        ) from lost
     party.course.publish(begun)
     party.next_era(number)
     if others:  # nobody need wait for them: the new era has failed, too

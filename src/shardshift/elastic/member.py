@@ -50,13 +50,16 @@ class Member:
             ValueError: if the variables are not set (from torch's own rendezvous).
             Infeasible: if WORLD_SIZE is not a multiple of ``devices_per_node``.
         """
-        store, device, devices = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        reign, following = 0, Following.from_launcher(timeout_s)
+        if following is None:
+            store, device, devices = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        else:
+            reign, store = following.present()
+            device, devices = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local = int(os.environ.get("LOCAL_WORLD_SIZE", devices))
         # A launcher's nodes of unequal size are no grid: then one node, as if nothing were known.
         per_node = devices_per_node or (local if devices % local == 0 else devices)
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        following = Following.from_launcher(timeout_s)
-        reign = 0 if following is None else following.reign()
         return cls(job_store(store, attempt), device, Topology.of(devices, per_node), reign, following)
 
     def moved(self) -> Member:

@@ -146,9 +146,12 @@ class Party(Generic[J]):
         """The wires for a proposal; and this process's own plan of it, if it is concerned."""
         if self.member.device in proposal.ends:
             self.era.join(proposal.wires, proposal.ends)
+        found: Derived[J] | Exception | None = derived
         if derived is None and concerned and not proposal.afresh:
-            return Prepared(resize, transition, proposal, transition.derive(proposal))
-        return Prepared(resize, transition, proposal, derived)
+            found = transition.derive(proposal)
+        if found is not None and not proposal.lost:
+            found = transition.enter_ahead(proposal, found, lambda rank: self._next_place(proposal, rank))
+        return Prepared(resize, transition, proposal, found)
 
     def take_part(self, state: State[J] | None, prepared: Prepared[J], phases: Phases) -> J | None:
         """Agree, then do it. The job that this process has, if any, is consumed once all have committed.
@@ -362,7 +365,13 @@ class Party(Generic[J]):
     def place(self, rank: int) -> Place:
         """Where this process stands in the present generation."""
         store = dist.PrefixStore(f"world/{self.era.number}/{self.course.generation}", self.member.store)
-        return Place(store, self.course.config, rank, self.settings.timeout_s)
+        return Place(store, self.course.config, rank, self.settings.timeout_s, self.course.generation)
+
+    def _next_place(self, proposal: Proposal, rank: int) -> Place:
+        """Where this process will stand if a change is made; under keys that no other attempt uses."""
+        generation = self.course.generation + 1
+        store = dist.PrefixStore(f"world/{self.era.number}/{generation}/{self.course.attempt}", self.member.store)
+        return Place(store, proposal.curr, rank, self.settings.timeout_s, generation)
 
     @contextmanager
     def timed(self, phases: Phases, name: str, total_bytes: int = 0) -> Iterator[None]:

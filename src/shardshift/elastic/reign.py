@@ -68,9 +68,17 @@ class Following:
         path = os.environ.get(STORE_FILE)
         return None if path is None else cls(Path(path), timeout_s)
 
-    def reign(self) -> int:
-        """The number of the present one."""
-        return Whereabouts.read(self.path).reign
+    def present(self) -> tuple[int, dist.Store]:
+        """The store that there is, and the number of its reign; a later one, if its host is lost meanwhile.
+
+        Raises:
+            ShardshiftError: if there is none in time.
+        """
+        found = Whereabouts.read(self.path)
+        try:
+            return found.reign, self._connected(found)
+        except dist.DistError:
+            return self(found.reign)
 
     def __call__(self, reign: int) -> tuple[int, dist.Store]:
         """The store that follows that of a reign, and the number of its reign.
@@ -86,7 +94,8 @@ class Following:
                     "it says, and start the job again from its last checkpoint"
                 )
             time.sleep(_LOOK_S)
+        return found.reign, self._connected(found)
+
+    def _connected(self, to: Whereabouts) -> dist.TCPStore:
         timeout = timedelta(seconds=self.timeout_s)
-        return found.reign, dist.TCPStore(
-            found.host, found.port, is_master=False, wait_for_workers=False, timeout=timeout
-        )
+        return dist.TCPStore(to.host, to.port, is_master=False, wait_for_workers=False, timeout=timeout)

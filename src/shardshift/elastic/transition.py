@@ -12,7 +12,7 @@ from typing import Any, Generic
 
 import torch
 
-from ..adapters import Adapter, Change
+from ..adapters import Adapter, Change, Place
 from ..adapters.protocol import J
 from ..coordination import Control, refusal, settle, to_record
 from ..engine import Copies, Journal, available_bytes, differing, prefault, refuse_differing, run_program
@@ -75,6 +75,7 @@ class Transition(Generic[J]):
         self._topology = topology
         self._settings = settings
         self._held: dict[Shard, torch.Tensor] = {}
+        self._change: Change[J] | None = None
 
     def key(self, topic: str) -> str:
         """The store's key of one of this attempt's records."""
@@ -168,6 +169,39 @@ class Transition(Generic[J]):
         except Exception as error:  # goes to every rank as text
             return error
 
+    def enter_ahead(
+        self, proposal: Proposal, derived: Derived[J] | Exception, place: Callable[[int], Place]
+    ) -> Derived[J] | Exception:
+        """Make ahead what the new layout needs beside the state, if all participants have derived their plans.
+
+        Nothing of it is made if one has not: it tells why when the change is due.
+
+        Args:
+            proposal: the change.
+            derived: this rank's plan, or what is wrong; returned as it is.
+            place: where a rank of the new layout will stand.
+
+        Raises:
+            PeerLost: if a rank did not come.
+        """
+        answer = refusal(derived) if isinstance(derived, Exception) else to_record()
+        try:
+            settle(self._control, self.key("ahead"), proposal.participants, "plan", answer)
+        except PeerLost:
+            raise
+        except ShardshiftError:
+            return derived
+        assert not isinstance(derived, Exception)  # it was told as a refusal
+        self._change = derived.change
+        rank = derived.plan.curr.rank_of(self._control.device)
+        if rank is not None:
+            derived.change.enter_ahead(place(rank))
+        return derived
+
+    def _leave_ahead(self) -> None:
+        if self._change is not None:
+            self._change.leave_ahead()
+
     def make_room(self, derived: Derived[J]) -> None:
         """A joiner's part, while others train on: make the memory for its state, pages and all.
 
@@ -189,7 +223,10 @@ class Transition(Generic[J]):
         Raises:
             PeerLost: if none came.
         """
-        return bool(json.loads(self._control.fetch(self.key("due"), lead, "plan"))["holds"])
+        holds = bool(json.loads(self._control.fetch(self.key("due"), lead, "plan"))["holds"])
+        if not holds:
+            self._leave_ahead()
+        return holds
 
     def quiesce(self, job: J | None, derived: Derived[J] | Exception) -> Derived[J] | Exception:
         """Let the job come to rest; or what is wrong, for ``agree`` to tell."""
@@ -219,12 +256,15 @@ class Transition(Generic[J]):
             mine = copies.details(self._held, suspects)
             details = self._gather("copies", proposal, to_record(**mine))
             self._control.publish(self.key("refused"), b"")
+            self._leave_ahead()
             refuse_differing(details)
-        givers = {name: device for device, record in records.items() for name in record["companions"]}
+        names = [name for record in records.values() for name in record["companions"]]
         rank, accepted = derived.plan.curr.rank_of(self._control.device), None
         answer = to_record()
         if rank is not None:
-            companions = {name: self._control.fetch(self._companion(name), at, "agree") for name, at in givers.items()}
+            # All are there: each rank published its own before it said yes.
+            keys = [self._companion(name) for name in names]
+            companions = dict(zip(names, self._control.store.multi_get(keys) if keys else [], strict=True))
             try:
                 accepted = derived.change.accept(rank, companions)
             except Exception as error:  # goes to every rank as text
@@ -269,6 +309,7 @@ class Transition(Generic[J]):
             raise
         except ShardshiftError:
             self._control.publish(self.key("refused"), b"")
+            self._leave_ahead()
             raise
 
     def outcome(self) -> bool:
