@@ -4,7 +4,8 @@
 #   make demo ARGS="--quick"         the demo, with its options
 #   make test                        everything that CI checks
 #   make test ARGS="-k region"       the same with pytest options
-#   make test WORKERS=0              all tests one after the other; else two files at once where a test is one process
+#   make test WORKERS=0              all tests one after the other; else two files at once where tests bear it
+#   make bench                       all benchmarks, and their tables in docs/performance.md; ARGS="peer loss": those
 #   make check                       lint, types, imports: no tests
 #   make format                      mend what ruff can mend
 #   make clean                       remove caches and outputs; distclean: .venv too
@@ -16,7 +17,7 @@
 #                CPU build of the same version instead.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types imports format clean distclean
+.PHONY: help setup demo test bench check lint types imports format clean distclean
 
 ARGS ?=
 WORKERS ?= 2
@@ -73,9 +74,22 @@ demo: $(STAMP)
 	@$(BIN)/shardshift demo $(ARGS)
 
 test: check $(OLDER)
-# Tests that start up to 8 processes each run one after the other. Status 5 is no tests: ARGS may choose some of one part.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not alone' $(ARGS) || [ $$? -eq 5 ]
+# Three parts (tests/conftest.py): tests of one process; jobs of several that bear others beside them; and those that
+# do not, one after the other. Status 5 is no tests: ARGS may choose some of one part.
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not alone and not patient' $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m patient $(ARGS) || [ $$? -eq 5 ]
 	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? -eq 5 ]
+
+# One process each, so that none inherits another's memory. A missed goal does not end the run: what was measured is what
+# the documentation says.
+bench: $(STAMP)
+	@missed=; \
+	for name in $(or $(ARGS),$$($(BIN)/shardshift bench list --json 2>/dev/null \
+		| $(BIN)/python -c 'import json, sys; print(*json.load(sys.stdin))')); do \
+		OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(BIN)/shardshift bench $$name || missed="$$missed $$name"; \
+		$(BIN)/shardshift bench $$name --docs || exit 1; \
+	done; \
+	if [ -n "$$missed" ]; then echo "goals missed or not run:$$missed" >&2; exit 1; fi
 
 check: lint types imports
 

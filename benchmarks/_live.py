@@ -56,6 +56,7 @@ class Seen:
         steps: by (generation, iteration that it led to) the (start, end) of a step on each rank.
         changes: by generation what each rank tells of the change that led to it: (device, its report, seconds in
             ``resize`` or ``recover``).
+        cpu_s: by generation the processor seconds of each rank that stays, all threads, in the change that led to it.
         struck_s: when the victim was killed.
         noticed_s: when each survivor knew.
         joining: per joiner when it was started, and when it stood by.
@@ -63,6 +64,7 @@ class Seen:
 
     steps: dict[tuple[int, int], list[tuple[float, float]]] = field(default_factory=dict)
     changes: dict[int, list[tuple[int, ResizeReport, float]]] = field(default_factory=dict)
+    cpu_s: dict[int, list[float]] = field(default_factory=dict)
     struck_s: float = 0.0
     noticed_s: list[float] = field(default_factory=list)
     joining: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -128,6 +130,8 @@ def watch(course: Course) -> Seen:
                     seen.joining[device] = (seen.joining[device][0], at)
                 case ("changed", int(generation), ResizeReport() as report, float(seconds)):
                     seen.changes.setdefault(generation, []).append((device, report, seconds))
+                case ("cpu", int(generation), float(seconds)):
+                    seen.cpu_s.setdefault(generation, []).append(seconds)
                 case ("struck", float(at)):
                     seen.struck_s = at
                 case ("noticed", float(at)):
@@ -169,7 +173,11 @@ def live(send: Send, course: Course) -> None:
             try:
                 began_s = time.perf_counter()
                 if elastic.resize_due(job):
-                    job = elastic.resize(job) or elastic.start()
+                    cpu_s = time.process_time()
+                    job = elastic.resize(job)
+                    if job:
+                        send(("cpu", job.generation, time.process_time() - cpu_s))
+                    job = job or elastic.start()
                     continue
                 _strike(send, course, job)
                 train_step(job)

@@ -22,14 +22,14 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Final
 
 from _live import SIDES, Course, Seen, watch, weigh, with_batch
 from _restart import Restart, restarts
 
 from shardshift.demo.model import ModelShape, Recipe
-from shardshift.demo.run import CONFIGS, DEVICES, DEVICES_PER_NODE
+from shardshift.demo.run import CONFIGS, DEVICES_PER_NODE
 from shardshift.demo.text import default_source
 from shardshift.demo.worker import Task
 from shardshift.elastic import ResizeReport, start_fork_server
@@ -67,7 +67,7 @@ class Scale:
     rounds: int = 3
     steps: int = 6
     founders: int = 4
-    devices: int = DEVICES
+    devices: int = 2 * DEVICES_PER_NODE
     per_node: int = DEVICES_PER_NODE
     slow: int = 3
     lossy: str = "pp2tp2dp2"
@@ -89,6 +89,7 @@ class Pause:
         phases_s: of the pause, ``resume`` among them.
         first_s: by how much the first step after it takes longer.
         ahead_s: for which the change was prepared beforehand, between two steps.
+        cpu_s: processor seconds of a rank that stays, in the pause: their mean; 0 where they were not told.
     """
 
     case: str
@@ -97,6 +98,7 @@ class Pause:
     phases_s: Mapping[str, float]
     first_s: float
     ahead_s: float
+    cpu_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -159,7 +161,8 @@ def _pause(seen: Seen, generation: int, case: str, began_s: float, step_s: float
     report, _ = _longest(seen, generation)
     phases_s = dict(report.phases_s)
     phases_s["resume"] = pause_s - sum(phases_s.values())
-    return Pause(case, pause_s, step_s, phases_s, first_s, report.ahead_s)
+    told = seen.cpu_s.get(generation)
+    return Pause(case, pause_s, step_s, phases_s, first_s, report.ahead_s, fmean(told) if told else 0.0)
 
 
 def _longest(seen: Seen, generation: int) -> tuple[ResizeReport, float]:
@@ -197,6 +200,7 @@ def change_rows(pause: Pause) -> Iterator[Row]:
         most_ratio=1,
     )
     yield from phase_rows(case, pause)
+    yield Row.of(f"{case}: processor time of a rank, mean", pause.cpu_s * 1e3, "ms")
     yield Row.of(f"{case}: prepared beforehand, between two steps", pause.ahead_s * 1e3, "ms")
 
 

@@ -43,6 +43,8 @@ STEPS: Final = 600
 """Compared with those of the job without a partition."""
 RATE_MBIT: Final = 1000
 SETTLE_S: Final = 1.0
+MINORITY_S: Final = 8 * SILENCE_S
+"""Noticing takes SILENCE_S + 2 s, giving up on a quorum 2 * SILENCE_S + 10 s."""
 STEP: Final = re.compile(r"^step (\d+) in \w+: loss ([\d.]+)")
 
 
@@ -172,7 +174,7 @@ def partition(case: Case, losses: dict[int, str]) -> list[Row]:
         wrong = [step for node in nodes for _, step, loss in node.steps() if losses.get(step, loss) != loss]
         return [
             Row.of(f"{case.name}: until the others' next step", first_s - cut_s, "s", most=5 * SILENCE_S),
-            Row.of(f"{case.name}: until it has ended", stopped_s - cut_s, "s", most=6 * SILENCE_S),
+            Row.of(f"{case.name}: until it has ended", stopped_s - cut_s, "s", most=MINORITY_S),
             Row.of(f"{case.name}: steps that it made afterwards", len(late), "", most=0),
             Row.of(f"{case.name}: steps with other losses than without a partition", len(wrong), "", most=0),
         ]
@@ -197,7 +199,7 @@ def _all_there(address: str, nodes: int, voters: int) -> None:
     store = job_store(dist.TCPStore(address, PORT, timeout=timedelta(seconds=WAIT_S)))
     while True:
         known = electorate_of(store)
-        if known is not None and known[0].before is None and len(known[0].voters) == voters:  # noqa: SIM102
+        if known is not None and known[0].before is None and len(known[0].voters) == voters:
             status = Board(store).status() or {"devices": [], "standby": []}
             there = len(status["devices"]) + len(status["standby"]) == nodes and len(status["devices"]) == 2
             if there and who_knows(store, known[0]) == {*known[0].voters}:

@@ -10,6 +10,9 @@ from hypothesis import settings
 # A world of 8 processes on 2 cores is slower with more threads, and sums differ with their number. Set before torch is
 # imported; the processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# c10d asks a name server for the name of each process that connects to a store, and where the answer gets lost it asks
+# again after 5 s, which is more than many a test lets a peer take.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # Megatron's routers compile functions with torch.compile, which takes 3 to 10 s in each process.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -30,13 +33,24 @@ ONE_PROCESS = {
     *("vocabulary", "board", "endpoint", "growth", "log", "metrics", "nearest", "policy", "proposal", "resize"),
     *("roster", "sources", "status", "undo", "groups", "connect", "nccl", "offers", "views"),
 }
-"""Files of these folders whose tests start none. All others are marked ``alone``: they have the cores to themselves."""
+"""Files of these folders whose tests start none: they run beside any other of the kind."""
+
+PATIENT = {
+    *("companions", "jobs", "demo", "commands", "example", "features", "manifests", "megatron_example"),
+    *("architectures", "attack", "audit", "beginning", "carry", "cases_modules", "cases_names", "cases_numbers"),
+    *("cases_optimizers", "distributed_optimizer", "exact", "experts", "grid", "half", "load", "odd_jobs", "oracle"),
+    *("peer", "quiesce", "refusals", "stages", "streams", "versions", "walk", "world"),
+}
+"""Files of these folders whose jobs are slower at worst when another file's run beside them: their limits are of 30 s
+and more, and no test waits for one to pass. They are marked ``patient``. All others, of losses or with short limits
+above all, are marked ``alone``: they have the cores to themselves."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.parent.name in STARTS_PROCESSES and item.path.stem.removeprefix("test_") not in ONE_PROCESS:
-            item.add_marker("alone")
+        name = item.path.stem.removeprefix("test_")
+        if item.path.parent.name in STARTS_PROCESSES and name not in ONE_PROCESS:
+            item.add_marker("patient" if name in PATIENT else "alone")
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
@@ -47,14 +61,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-PRELOAD = ["shardshift.demo.worker", "tests.cases.movers", "tests.elastic.toy", "tests.megatron.losing"]
+# pytest, too: a worker that stands in a test file imports that file, and importing pytest takes three times as long as
+# all the rest of a process's life.
+PRELOAD = [
+    *("pytest", "shardshift.demo.worker", "shardshift.elastic.agent.agent"),
+    *("tests.cases.movers", "tests.elastic.toy", "tests.megatron.losing", "tests.transport.processes"),
+]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the fork server import once what each of some thousand processes would import for itself."""
     if session.config.option.collectonly:
         return
-    if any(item.get_closest_marker("alone") for item in session.items):
+    if any(item.get_closest_marker(mark) for item in session.items for mark in ("alone", "patient")):
         from shardshift.elastic import start_fork_server  # here: a run without such tests need not pay for it
 
         start_fork_server(PRELOAD)

@@ -132,6 +132,7 @@ def typed(command: list[str], folder: Path) -> str:
 def test_the_documented_commands_print_what_the_page_shows(tmp_path: Path) -> None:
     make_data, before, after = documented_commands()
     assert (make_data[0], before[0], after[0]) == ("python", "torchrun", "torchrun")
+    assert make_data[-1] == "examples/megatron/declaration.txt"  # a text that changes with nothing else here
     typed(make_data, tmp_path)
     fixed, changed = (steps_in(typed(command, tmp_path)) for command in (before, after))
     check(fixed, changed, first_change=4, tolerance=1e-5)

@@ -15,6 +15,7 @@ def until_all_decide(port: int, voters: int) -> None:
     store = job_store(dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=10)))
     while True:
         known = electorate_of(store)
-        settled = known is not None and known[0].before is None and len(known[0].voters) == voters
-        if settled and who_knows(store, known[0]) == {*known[0].voters}:
+        if known is None or known[0].before is not None or len(known[0].voters) != voters:
+            continue
+        if who_knows(store, known[0]) == {*known[0].voters}:
             return

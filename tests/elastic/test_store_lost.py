@@ -70,7 +70,7 @@ def some_know_of_the_commit(timeout_s: float) -> Member:
     if member.device == 2:
         Control.gather = hears_nothing  # type: ignore[method-assign]
     if member.device in (0, 1):
-        ToyChange.rebuild = known  # type: ignore[method-assign]
+        ToyChange.rebuild = known  # type: ignore[method-assign, assignment]
     return member
 
 

@@ -172,15 +172,20 @@ class Walk:
 class Doom:
     """This process's end, at its place; the places inside of Megatron and of a change are found by replacing functions.
 
+    Args:
+        device: of this process.
+        faults: of all processes.
+        doomed: whether more may come.
+
     Attributes:
         iteration: finished steps of the job.
         generation: of the job.
     """
 
-    def __init__(self, device: int, faults: Sequence[Fault]) -> None:
+    def __init__(self, device: int, faults: Sequence[Fault], *, doomed: bool = False) -> None:
         self._faults = [fault for fault in faults if fault.device in ((device, ANY) if device else (0,))]
         self.iteration = self.generation = 0
-        if not self._faults:
+        if not self._faults and not doomed:
             return
         batches = iter(range(10**6))
         self._put(trained, "_forward", lambda: self.at("forward") if next(batches) % 2 else None)
@@ -190,6 +195,10 @@ class Doom:
         self._put(_ParamAndGradBucketGroup, "finish_param_sync", after=lambda: self.at("gathered"))
         self._put(Transition, "commit", lambda: self.at("commit"), lambda: self.at("commited"))
         self._put(MegatronChange, "_build", lambda: self.at("build"))
+
+    def add(self, fault: Fault) -> None:
+        """Meet one more, of this device."""
+        self._faults.append(fault)
 
     def at(self, where: str) -> None:
         """Come to a place."""

@@ -290,7 +290,19 @@ def wrap(recipe: Training, chunks: Sequence[Any], layout: RankLayout) -> tuple[l
         overlap_param_gather=recipe.overlap and zero1,
     )
     optimizer = get_megatron_optimizer(settings, wrapped, use_gloo_process_groups=torch.cuda.is_available())
-    scheduler = OptimizerParamScheduler(
+    scheduler = schedule(recipe, optimizer)
+    for chunk in wrapped:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+        chunk.config.grad_scale_func = optimizer.scale_loss
+        if recipe.overlap:
+            every = [each.no_sync for each in wrapped]
+            chunk.config.no_sync_func = every if len(every) > 1 else every[0]
+    return wrapped, optimizer, scheduler
+
+
+def schedule(recipe: Training, optimizer: Any) -> OptimizerParamScheduler:
+    """Megatron's schedule of learning rate and weight decay for the param groups of an optimizer."""
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=recipe.learning_rate,
@@ -303,13 +315,6 @@ def wrap(recipe: Training, chunks: Sequence[Any], layout: RankLayout) -> tuple[l
         wd_incr_steps=recipe.steps * recipe.global_batch_size,
         wd_incr_style="linear",
     )
-    for chunk in wrapped:
-        chunk.config.finalize_model_grads_func = finalize_model_grads
-        chunk.config.grad_scale_func = optimizer.scale_loss
-        if recipe.overlap:
-            every = [each.no_sync for each in wrapped]
-            chunk.config.no_sync_func = every if len(every) > 1 else every[0]
-    return wrapped, optimizer, scheduler
 
 
 @dataclass(slots=True)

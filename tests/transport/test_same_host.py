@@ -72,9 +72,13 @@ def stop_while_others_wait(send: Any) -> None:
     transport = connect(dist.PrefixStore("move", member.store), member.device, 2, LONG_S)
     if member.device == 1:
         transport.post([Message.flat(0, pattern(1, 1 << 20))], [])
-        control.gather("posted", range(2), str(os.getpid()).encode(), "test")
+        # What is posted leaves by the transport's thread, in order: with this byte here, the offer above is out. A
+        # process that is stopped before its thread had a turn has offered nothing.
+        transport.post([], [Message.flat(0, room(1))]).complete(LONG_S)
+        control.gather("offered", range(2), str(os.getpid()).encode(), "test")
         signal.pause()
-    pid = int(control.gather("posted", range(2), b"", "test")[1])
+    transport.post([Message.flat(1, room(1))], [])
+    pid = int(control.gather("offered", range(2), b"", "test")[1])
     os.kill(pid, signal.SIGSTOP)
     received = room(1 << 20)
     transport.post([], [Message.flat(1, received)]).complete(LONG_S)  # memory can be read all the same

@@ -82,6 +82,18 @@ def test_tensors_come_back_with_dtype_and_shape(dtype: torch.dtype, shape: tuple
     assert digest(back) == digest(tensor)
 
 
+@pytest.mark.parametrize("content", [b"", b"\0" * 8, dump({"a": torch.ones(9)}, "test")[:-1]])
+def test_a_record_that_is_cut_off_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"Expecting value|too early"):
+        load(content)
+
+
+def test_a_record_names_nothing_but_types_of_numbers() -> None:
+    for text in (b'{"dict":[["a",{"dtype":"load"}]]}', b'{"exec":"1"}'):
+        with pytest.raises(ValueError, match="a record holds a"):
+            load(len(text).to_bytes(8, "little") + text)
+
+
 def test_a_view_is_stored_without_the_rest_of_its_storage() -> None:
     assert len(dump({"view": torch.zeros(1_000_000)[:2]}, "test")) < 10_000
 

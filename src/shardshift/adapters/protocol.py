@@ -64,12 +64,14 @@ class Place:
         config: the parallel configuration.
         rank: this process's virtual rank.
         timeout_s: the longest that a collective may take.
+        generation: how many changes of layout came before it.
     """
 
     store: dist.Store
     config: ParallelConfig
     rank: int
     timeout_s: float
+    generation: int = 0
 
 
 class Change(Protocol[J]):
@@ -117,6 +119,18 @@ class Change(Protocol[J]):
 
     def allocate(self, rank: int, shard: Shard) -> torch.Tensor:
         """Memory for a shard of a rank of ``curr``: a view of the region's shape, padding around it zero."""
+
+    def enter_ahead(self, place: Place) -> None:
+        """Make ahead what ``rebuild`` would make, beside the job that still trains. Collective over the new layout.
+
+        At most one is kept: a later call, and whatever ends the present job but ``rebuild``, gives it back.
+
+        Raises:
+            RuntimeError: if the others did not come; everything is as it was.
+        """
+
+    def leave_ahead(self) -> None:
+        """Give back what ``enter_ahead`` made, if anything: the change is not made."""
 
     def accept(self, rank: int, companions: Mapping[str, bytes]) -> Any:
         """Read the job's companions as a rank of ``curr`` will need them; the last look before anything moves.

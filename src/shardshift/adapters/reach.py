@@ -23,7 +23,7 @@ import functools
 import logging
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -38,6 +38,8 @@ _PLAIN: Final = frozenset(
     | {torch.Size, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type}
 )
 """Types of what is neither state nor leads to any: most of what a walk meets, so they are told apart by one look-up."""
+_EMPTY: Final = frozenset({dict, OrderedDict, list, tuple, set, frozenset})
+"""Types of what leads nowhere if it holds nothing: a module has a dozen tables of hooks."""
 _CLOSED: Final = (
     type,
     types.ModuleType,
@@ -112,6 +114,8 @@ def reach(roots: Mapping[str, object]) -> Reached:
         children: list[_Step] = []
         if kind.what == "dict":
             for name, item in list(dict.items(value)):
+                if type(item) in _PLAIN and type(name) in _PLAIN:
+                    continue
                 text = name if isinstance(name, str) else _key(name, names)
                 children.append((f"{path}[{text}]", item, owner, attribute, text))
                 if type(name) not in _PLAIN:
@@ -131,11 +135,14 @@ def reach(roots: Mapping[str, object]) -> Reached:
                 children.append((f"{path}.grad", value.grad, value, "grad", "grad"))
         else:
             reached.objects.append((path, value))
-        for name, item in _attributes(value, kind):
-            if name in _FIRST and kind.what == "module" and isinstance(item, dict):
-                children += [(f"{path}.{k}", each, value, k, k) for k, each in item.items()]
-            elif type(item) not in _PLAIN:
-                children.append((f"{path}.{name}", item, value, name, name))
+        if kind.has_attributes:
+            for name, item in _attributes(value, kind):
+                if type(item) in _PLAIN or (type(item) in _EMPTY and not item and not getattr(item, "__dict__", None)):
+                    continue
+                if name in _FIRST and kind.what == "module" and isinstance(item, dict):
+                    children += [(f"{path}.{k}", each, value, k, k) for k, each in item.items()]
+                else:
+                    children.append((f"{path}.{name}", item, value, name, name))
         stack += [child for child in reversed(children) if type(child[1]) not in _PLAIN]
     return reached
 
@@ -150,6 +157,7 @@ class _Kind:
     what: str
     iterate: Any
     slots: tuple[str, ...]
+    has_attributes: bool
 
     @classmethod
     def of(cls, kind: type) -> _Kind:
@@ -174,18 +182,21 @@ class _Kind:
             for container in (list, tuple, set, frozenset, deque):
                 if issubclass(kind, container):
                     what, iterate = "sequence", container.__iter__
-        return cls(what, iterate, slots)
+        # Asking the containers themselves, most of what is met, for attributes means an exception each.
+        return cls(what, iterate, slots, bool(slots) or kind.__dictoffset__ != 0)
 
 
 def _attributes(value: Any, kind: _Kind) -> list[tuple[str, Any]]:
     """Attributes that are stored, parameters and submodules first."""
+    found: list[tuple[str, Any]] = []
+    own: Any = None
     try:
         own = object.__getattribute__(value, "__dict__")
         found = list(own.items()) if isinstance(own, dict) else []
     except Exception:  # there is none, or it is a property that raises
-        found = []
-    if kind.what == "module":
-        found.sort(key=lambda item: _FIRST.index(item[0]) if item[0] in _FIRST else len(_FIRST))
+        pass
+    if kind.what == "module" and found:
+        found = [*((n, own[n]) for n in _FIRST if n in own), *((n, item) for n, item in found if n not in _FIRST)]
     for name in kind.slots:
         try:
             found.append((name, object.__getattribute__(value, name)))

@@ -1,7 +1,8 @@
 """``shardshift bench NAME``: run a benchmark of this checkout, print it, save it.
 
-Benchmarks are modules in the folder ``benchmarks`` of the checkout, which a wheel does not hold. Each has a docstring,
-whose first line says what it measures, and ``run(say)``, which gives (scale, rows).
+Benchmarks are modules in the folder ``benchmarks`` of the checkout, which a wheel does not hold; a dash in a name is an
+underscore in the module's. Each has a docstring, whose first line says what it measures, and ``run(say)``, which gives
+(scale, rows), or (scale, rows, curves).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Final, Protocol
 from rich.console import Console
 from rich.markup import escape
 
-from ..report.bench import Benchmark, Row, count_met, machine, with_table
+from ..report.bench import Benchmark, Curve, Row, count_met, machine, with_table
+from ..report.charts import save_chart
 from ..report.console import print_whole
 from ..values import Infeasible, Mismatch, ShardshiftError
 
@@ -27,20 +29,24 @@ _PAGE: Final = Path("docs") / "performance.md"
 class Run(Protocol):
     """A benchmark's function."""
 
-    def __call__(self, say: Callable[[str], None]) -> tuple[str, Sequence[Row]]:
+    def __call__(
+        self, say: Callable[[str], None]
+    ) -> tuple[str, Sequence[Row]] | tuple[str, Sequence[Row], Sequence[Curve]]:
         """Run it all.
 
         Args:
             say: takes a line about what is being done.
 
         Returns:
-            How large the cases are and how they were measured; and the rows.
+            How large the cases are and how they were measured; the rows; and curves for the picture, if it has any.
         """
         ...
 
 
 def run_bench(name: str, *, as_json: bool = False, docs: bool = False, folder: Path | None = None) -> None:
-    """Run a benchmark, print its table, and save it as ``results/NAME.json`` in its folder.
+    """Run a benchmark, print its table, and save it as ``results/NAME.json`` and ``NAME.png`` in its folder.
+
+    Without matplotlib there is no picture, and a line that says so.
 
     Args:
         name: of the benchmark, or ``list``.
@@ -53,7 +59,7 @@ def run_bench(name: str, *, as_json: bool = False, docs: bool = False, folder: P
         ShardshiftError: if a goal was missed.
     """
     folder = folder or find_folder()
-    known = {path.stem: path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
+    known = {path.stem.replace("_", "-"): path for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")}
     console = Console(stderr=as_json, highlight=False)
     if name == "list":
         what = {stem: _first_line(path) for stem, path in known.items()}
@@ -69,11 +75,15 @@ def run_bench(name: str, *, as_json: bool = False, docs: bool = False, folder: P
         write_docs(saved, folder.parent / _PAGE)
         console.print(f"wrote {folder.parent / _PAGE}", markup=False)
         return
-    scale, rows = _load(name, known[name])(lambda line: console.print(escape(line), style="dim"))
-    benchmark = Benchmark(name, machine(), scale, tuple(rows))
+    scale, rows, *curves = _load(known[name])(lambda line: console.print(escape(line), style="dim"))
+    benchmark = Benchmark(name, machine(), scale, tuple(rows), tuple(curves[0]) if curves else ())
     print_whole(console, benchmark.table())
     saved.parent.mkdir(exist_ok=True)
     saved.write_text(json.dumps(benchmark.to_json(), indent=2) + "\n")
+    try:
+        save_chart(benchmark, saved.with_suffix(".png"))
+    except ImportError as error:
+        console.print(f"no picture, since {error}; what to do: pip install 'shardshift[bench]'", markup=False)
     wrote = f"{count_met(rows)}; wrote {saved}; 'shardshift bench {name} --docs' puts it into {_PAGE}"
     console.print(wrote, markup=False)
     if as_json:
@@ -116,9 +126,9 @@ def write_docs(saved: Path, page: Path) -> None:
     page.write_text(with_table(page.read_text(), benchmark))
 
 
-def _load(name: str, path: Path) -> Run:
+def _load(path: Path) -> Run:
     # Under a name of its own, and known to sys.modules, as dataclasses and pickles of the module need.
-    key = f"shardshift_benchmarks_{name}"
+    key = f"shardshift_benchmarks_{path.stem}"
     spec = importlib.util.spec_from_file_location(key, path)
     assert spec is not None
     assert spec.loader is not None

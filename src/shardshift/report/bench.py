@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -91,6 +91,30 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Curve:
+    """How one figure goes over another, for the picture.
+
+    Attributes:
+        panel: the curves of one panel are drawn together.
+        name: of the curve, in the legend.
+        x: what is along the horizontal axis, with its unit.
+        y: likewise the vertical one.
+        points: (x, y), in order of x.
+    """
+
+    panel: str
+    name: str
+    x: str
+    y: str
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, panel: str, name: str, x: str, y: str, points: Iterable[tuple[float, float]]) -> Curve:
+        """A curve; figures are kept to six digits."""
+        return cls(panel, name, x, y, tuple((float(f"{a:.6g}"), float(f"{b:.6g}")) for a, b in points))
+
+
+@dataclass(frozen=True, slots=True)
 class Benchmark:
     """What a benchmark found out.
 
@@ -99,12 +123,14 @@ class Benchmark:
         machine: what it ran on.
         scale: how large the cases are, and how they were measured.
         rows: in the order of the table.
+        curves: of the picture, beside the rows; the JSON has the key only if there are any.
     """
 
     name: str
     machine: str
     scale: str
     rows: tuple[Row, ...]
+    curves: tuple[Curve, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -113,7 +139,9 @@ class Benchmark:
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``benchmarks/results/NAME.json``."""
-        return asdict(self) | {"rows": [asdict(row) for row in self.rows]}
+        record = asdict(self) | {"rows": [asdict(row) for row in self.rows]}
+        del record["curves"]
+        return record | ({"curves": [asdict(curve) for curve in self.curves]} if self.curves else {})
 
     @classmethod
     def from_json(cls, record: Any) -> Benchmark:
@@ -122,17 +150,19 @@ class Benchmark:
         Raises:
             Mismatch: if it is of another form, or keys are missing or unknown.
         """
-        rows = record.get("rows", ()) if isinstance(record, Mapping) else None
-        if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) for row in rows):
-            raise Mismatch("a benchmark is an object with a list of rows; what to do: run it again")
-        whole, one = ({field.name for field in fields(expected)} for expected in (cls, Row))
-        for what, keys, actual in (
-            ("a benchmark", whole, record),
-            *((f"row {i} of a benchmark", one, row) for i, row in enumerate(rows)),
-        ):
-            if keys != set(actual):
-                raise Mismatch(f"{what} has keys {sorted(actual)}, expected {sorted(keys)}; what to do: run it again")
-        return cls(record["name"], record["machine"], record["scale"], tuple(Row(**row) for row in rows))
+        lists = {key: record.get(key, ()) if isinstance(record, Mapping) else None for key in ("rows", "curves")}
+        for key, found in lists.items():
+            if not isinstance(found, list | tuple) or not all(isinstance(one, Mapping) for one in found):
+                raise Mismatch(f"a benchmark is an object with a list of {key}; what to do: run it again")
+        _require_keys("a benchmark", {"curves", *record}, cls)
+        for i, row in enumerate(record["rows"]):
+            _require_keys(f"row {i} of a benchmark", row, Row)
+        curves = []
+        for i, one in enumerate(record.get("curves", ())):
+            _require_keys(f"curve {i} of a benchmark", one, Curve)
+            curves.append(Curve(**{**one, "points": tuple((x, y) for x, y in one["points"])}))
+        rows = tuple(Row(**row) for row in record["rows"])
+        return cls(record["name"], record["machine"], record["scale"], rows, tuple(curves))
 
     def table(self) -> Table:
         """For the console."""
@@ -205,6 +235,12 @@ def with_table(page: str, benchmark: Benchmark) -> str:
             f"{end!r}, each once"
         )
     return f"{before}{begin}\n\n{benchmark.markdown()}\n\n{end}{after}"
+
+
+def _require_keys(what: str, actual: Iterable[str], of: type[Benchmark] | type[Row] | type[Curve]) -> None:
+    expected = {field.name for field in fields(of)}
+    if expected != set(actual):
+        raise Mismatch(f"{what} has keys {sorted(actual)}, expected {sorted(expected)}; what to do: run it again")
 
 
 def _ratio(row: Row) -> str:

@@ -17,8 +17,9 @@ from ...models.step import Step
 from ...values import Infeasible, Kind, Mismatch, ParallelConfig, Shard
 from ..protocol import Place
 from ..reach import reach
-from . import carry, extras, mark, microbatches, world
+from . import carry, mark, microbatches, world
 from . import optimizer as optim
+from .ahead import Standing
 from .audit import Audit, roots
 from .build import release
 from .change import Live, MegatronChange, audit_of
@@ -88,6 +89,7 @@ class Adapter:
         self._async_saves, self._say = async_saves, say
         self._seen: carry.Seen | None = None
         self._leaving: world.Leaving | None = None
+        self._standing = Standing()
         self._meta = MetaJobs(build_model, wrap)
 
     def check(self, config: ParallelConfig) -> None:
@@ -143,6 +145,7 @@ class Adapter:
             after_move=self._after_move,
             curr_rows=self._vocab_rows(curr, curr),
             say=self._say,
+            standing=self._standing,
         )
 
     def state_kinds(self, job: Job) -> tuple[Kind, ...]:
@@ -175,10 +178,9 @@ class Adapter:
 
     def mark(self, job: Job, *, settled: bool = True) -> None:
         """Take note of the state between two steps; see ``Adapter`` in ``protocol``, and ``mark.py``."""
-        if job.keeping is None:
-            job.keeping = [(name, module) for name, module in carry.modules(job) if extras.keeps(module)]
         try:
-            found: mark.Mark | Exception = mark.take(job, self._present(job).buffers, job.keeping, settled=settled)
+            keeping = carry.keeping(job)
+            found: mark.Mark | Exception = mark.take(job, self._present(job).buffers, keeping, settled=settled)
         except Exception as error:  # only a loss needs the mark: ``alone`` raises it
             found = error
         job.marks[job.iteration] = found
@@ -223,6 +225,9 @@ class Adapter:
     def advance(self, job: Job) -> None:
         """Count one finished optimizer step and the samples that it used."""
         job.iteration += 1
+        job.reached = None
+        if self._leaving is not None:
+            self._leaving.begin()
         job.position = self._position(job.config, job.position.consumed_samples + job.position.global_batch_size)
         microbatches.advance(job.position)
         job.stepped_at = gradient_versions(job)
@@ -241,14 +246,16 @@ class Adapter:
         Groups go when nothing refers to them any more, the traceback of what the loss raised included.
         """
         self.sever(job)
+        self._standing.close()
         self._consume(job)
         self._leaving = world.leave(aborted=True)
 
     def _consume(self, job: Job) -> None:
+        reached = job.reached
         parts = job.consume()
         close_data(parts.data)
         optimizers = [part for part in optim.parts(parts.optimizer) if part is not None]
-        release(parts.model, optimizers)
+        release(parts.model, optimizers, reached)
         for old in (*parts.model, *unwrapped(parts.model), *optimizers, parts.scheduler):
             for name in _USES:
                 if hasattr(old, name):

@@ -27,7 +27,7 @@ be unknown).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -38,7 +38,7 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from ...values import Unaccounted
 from ..reach import Found, Reached, reach
 from . import extras, hooks
-from .claims import CLAIMED, Claims, Fate, joined, nbytes, place
+from .claims import CLAIMED, Address, Claims, Fate, Places, joined, nbytes
 from .job import gradient_buffers, unwrapped
 
 
@@ -147,7 +147,8 @@ def audit(
         found: ``reach(roots(job))``, if it was walked already.
     """
     found = found or reach(roots(job))
-    claims, whole = Claims(), Claims()
+    places = Places()
+    claims, whole = Claims(places), Claims(places)
     for label, tensor in carried.items():
         claims.add(tensor, Fate.CARRIED, label)
     for fate, by, tensor in _buffers(job.model):
@@ -166,8 +167,15 @@ def audit(
         entries.append(Entry(each.path, fate, by, nbytes(each.value)))
         if isinstance(each.value, torch.Tensor):
             whole.add(each.value, fate, by)
-    unreached = tuple(label for label, tensor in carried.items() if (at := place(tensor)) and at[0] not in whole.sizes)
-    return Audit(tuple(entries), *_count(claims, whole, entries, found.state), unreached)
+    unreached = tuple(
+        label for label, tensor in carried.items() if (at := places.of(tensor)) and at[0] not in whole.sizes
+    )
+    strange = {
+        at[0]
+        for entry, each in zip(entries, found.state, strict=True)
+        if entry.fate is Fate.UNKNOWN and isinstance(each.value, torch.Tensor) and (at := places.of(each.value))
+    }
+    return Audit(tuple(entries), *_count(claims, whole, entries, found.state, strange), unreached)
 
 
 def roots(job: Holds) -> dict[str, object]:
@@ -285,19 +293,24 @@ def _other(found: Found, built: Mapping[str, Any] | None) -> tuple[Fate, str]:
 
 
 def _count(
-    claims: Claims, whole: Claims, entries: Sequence[Entry], state: Sequence[Found]
+    claims: Claims, whole: Claims, entries: Sequence[Entry], state: Sequence[Found], strange: Collection[Address]
 ) -> tuple[dict[Fate, int], int]:
-    """Bytes of every storage that is reached, by fate, each byte once."""
+    """Bytes of every storage that is reached, by fate, each byte once; ``strange`` are those with unknown tensors."""
     total: Counter[Fate] = Counter()
     for storage, size in whole.sizes.items():
-        before = 0
-        for fate in CLAIMED:
-            upto = sum(stop - start for start, stop in claims.covered(storage, fate))
-            total[fate] += upto - before
-            before = upto
-        every = joined([*claims.covered(storage, Fate.DERIVED), *whole.covered(storage, Fate.UNKNOWN)])
-        reached = sum(stop - start for start, stop in every)
-        total[Fate.UNKNOWN] += reached - before
+        reached = 0
+        if (alone := claims.alone(storage)) is not None:
+            total[alone[0]] += alone[1]
+            reached = alone[1]
+        else:
+            for fate in CLAIMED:
+                upto = sum(stop - start for start, stop in claims.covered(storage, fate))
+                total[fate] += upto - reached
+                reached = upto
+        if storage in strange:
+            every = joined([*claims.covered(storage, Fate.DERIVED), *whole.covered(storage, Fate.UNKNOWN)])
+            before, reached = reached, sum(stop - start for start, stop in every)
+            total[Fate.UNKNOWN] += reached - before
         total[Fate.SLACK] += size - reached
     others = 0
     for entry, each in zip(entries, state, strict=True):

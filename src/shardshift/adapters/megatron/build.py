@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from ..reach import reach
+from ..reach import Reached, reach
 from .names import Where
 
 _BUFFERS: Final = (
@@ -70,25 +70,35 @@ def set_buffers(chunks: Sequence[torch.nn.Module], values: Mapping[Where, torch.
                     module._buffers[key] = real[id(old)]
 
 
-def release(model: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> None:
+def release(model: Sequence[torch.nn.Module], optimizers: Sequence[Any], reached: Reached | None = None) -> None:
     """Let go of what wrapped chunks and their optimizers hold, once they are done with: tensors and process groups.
 
     Models are full of cycles, so without this their groups would live on, each with its threads and sockets, until
     Python happens to collect its oldest generation. Groups are kept by much that is no module: dispatchers of tokens,
     buffers, buckets. So whatever is reached is looked at. Dispatchers keep tensors of the last forward too, with its
     graph, which holds groups where no collector of Python's comes.
+
+    Args:
+        model: the wrapped chunks.
+        optimizers: Megatron's and torch's.
+        reached: what they reach, if it was walked already and nothing has run since.
     """
-    reached = [thing for _, thing in reach({"model": list(model), "optimizers": list(optimizers)}).objects]
+    walk = reached or reach({"model": list(model), "optimizers": list(optimizers)})
+    things = [thing for _, thing in walk.objects]
     for chunk in model:
         for parameter in chunk.parameters():
             parameter.data = parameter.data.new_empty(0)
             parameter.grad = None
             parameter.__dict__.clear()  # main_grad: a view of the gradient buffer; main_param: the master
-    for thing in reached:
+    groups: dict[type, bool] = {}  # torch's own check of an instance runs in Python, for each attribute there is
+    for thing in things:
         own = getattr(thing, "__dict__", {})
         for key, value in list(own.items()):
+            kind = type(value)
+            if kind not in groups:
+                groups[kind] = issubclass(kind, dist.ProcessGroup | ProcessGroupCollection)
             of_a_graph = isinstance(value, torch.Tensor) and value.grad_fn is not None
-            if of_a_graph or isinstance(value, dist.ProcessGroup | ProcessGroupCollection):
+            if of_a_graph or groups[kind]:
                 del own[key]
             elif key in _BUFFERS:
                 own[key] = None
@@ -98,7 +108,7 @@ def release(model: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> None
             if isinstance(value, list | dict) and key != "chained_optimizers":  # whose parts say that they are gone
                 setattr(optimizer, key, type(value)())
     # Methods under lru_cache hold their modules, and these their groups (rotary_pos_embedding.py, forward).
-    for kind in {type(thing) for thing in reached if isinstance(thing, torch.nn.Module)}:
+    for kind in {type(thing) for thing in things if isinstance(thing, torch.nn.Module)}:
         for value in vars(kind).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()

@@ -50,9 +50,10 @@ def look(job: Job) -> Seen:
     values: list[dict[str, Any]] = [{}, {}, {}, {}]
     error = None
     try:
+        job.keeping = None  # whatever the loop has put in place of a module
         values = [
             rng.capture(),
-            extras.capture(modules(job)),
+            extras.capture(keeping(job)),
             groups.replicated(optim.groups(job.optimizer)),
             job_record(job).values(),
         ]
@@ -60,7 +61,9 @@ def look(job: Job) -> Seen:
         error = caught
     replicas, world = parallel_state.get_data_parallel_group(with_context_parallel=True), dist.group.WORLD
     assert world is not None  # a live job has one
-    streams, extra_state, settings = (alike.differing(replicas, each) for each in values[:3])
+    of_replicas = {f"{which}/{name}": value for which, each in enumerate(values[:3]) for name, value in each.items()}
+    unlike = [name.split("/", 1) for name in alike.differing(replicas, of_replicas)]
+    streams, extra_state, settings = (tuple(name for of, name in unlike if of == str(which)) for which in range(3))
     shared = alike.differing(world, values[3])
     first = is_first(job)
     return Seen(None if first else streams, None if first else extra_state, (*settings, *shared), error)
@@ -118,7 +121,7 @@ def records(
         job.layout.rank,
         groups.describe(names, optim.groups(job.optimizer), states, where, own),
         rng.published(rng.capture(), seen.streams),
-        extras.published(extras.capture(modules(job)), seen.extra_state),
+        extras.published(extras.capture(keeping(job)), seen.extra_state),
         scaler.capture(job.optimizer, where),
     )
     alike.refuse_differing(seen.shared, where)
@@ -141,7 +144,7 @@ def restore(
         optim.restore_scheduler(job.scheduler, carried.job.scheduler)
     groups.restore(carried.groups, names, optim.groups(job.optimizer))
     scaler.restore(carried.scalers, job.optimizer)
-    carried.extra_state.restore(modules(job), layout.config, layout.rank)
+    carried.extra_state.restore(keeping(job), layout.config, layout.rank)
     job.counters = dict(carried.job.counters)
     job.individual_streams = tuple(sorted(carried.streams.individual))
     rerun.restore(carried.job.rerun)
@@ -169,3 +172,10 @@ def refuse_scheduler_lost(job: Job, makes_scheduler: bool) -> None:
 def modules(job: Job) -> extras.Modules:
     """The live modules by logical name."""
     return named_modules(unwrapped(job.model), job.layout.expert_coordinate.ep)
+
+
+def keeping(job: Job) -> extras.Modules:
+    """Those among them that may have extra state; looked for once, and anew by ``look``."""
+    if job.keeping is None:
+        job.keeping = [(name, module) for name, module in modules(job) if extras.keeps(module)]
+    return job.keeping

@@ -18,7 +18,8 @@ from ..protocol import Place
 from ..reach import Reached, reach
 from . import carry, extras, microbatches, scaler, world
 from . import optimizer as optim
-from .audit import Audit, audit, by_path, roots
+from .ahead import Ahead, Standing
+from .audit import Audit, audit, roots
 from .build import materialise, set_buffers, set_parameters
 from .features import features, refuse
 from .grid import Grid
@@ -115,13 +116,17 @@ class MegatronChange:
         after_move: Callable[[Job], None] | None = None,
         curr_rows: int | None = None,
         say: Callable[[str], None] = unheard,
+        standing: Standing | None = None,
     ) -> None:
         self._batch_sizes = batch_sizes
         self._extra_state, self._after_move = extra_state, after_move
         self._curr_rows, self._say = curr_rows, say
+        self._standing = standing or Standing()
+        self._ahead: Ahead | None = None
         self._prev, self._curr = prev, curr
         self._build_model, self._assemble = build_model, assemble
         self._slot_of: dict[int, dict[Shard, Slot]] = {}
+        self._declaring = _declaring(prev), _declaring(curr)  # here, and not in the pause
         self.prev: Layout = prev.layout
         self.curr: Layout = curr.layout
 
@@ -153,7 +158,7 @@ class MegatronChange:
         """
         where = f"rank {job.layout.rank} ({job.layout.coordinate})"
         microbatches.check(job.position, self._curr.config.dp, self._prev.config.dp)
-        extras.refuse_one_sided(extras.capture(carry.modules(job)), _declaring(self._prev), _declaring(self._curr))
+        extras.refuse_one_sided(extras.capture(carry.keeping(job)), *self._declaring)
         carry.refuse_scheduler_lost(job, all(stage.schedules for stage in self._curr.stages))
         live, slots = Live.of(job), self._prev.of_rank(job.layout.rank)
         _compare(live.tensors, slots, _expected(self._prev, job.layout), f"{where}: the live model; nothing was moved")
@@ -189,6 +194,7 @@ class MegatronChange:
         reached = reach(roots(job))
         refuse(features(reached))
         audit_of(job, self._prev, live, reached).check()
+        job.reached = reached
         return found
 
     def of_kept(self, kept: Mapping[Shard, torch.Tensor]) -> dict[Shard, torch.Tensor]:
@@ -265,22 +271,45 @@ class MegatronChange:
                 "layout needs; nothing was moved. What to do: start every process with the same arguments"
             )
 
+    def enter_ahead(self, place: Place) -> None:
+        """Make the new generation's world, and build the model in it, beside the job that still trains."""
+        self._ahead = self._standing.make(place, lambda: self._build_on_meta(RankLayout(place.config, place.rank)))
+
+    def leave_ahead(self) -> None:
+        """Give that back: the change is not made."""
+        self._standing.close()
+
     def rebuild(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: Companions) -> Job:
         """Enter the new generation's world and build the job there around the tensors, which are taken out."""
-        sockets = world.enter(place)
+        ahead = self._standing.take(self._ahead)
+        if ahead is not None:
+            sockets, chunks = ahead.sockets, ahead.chunks
+            ahead.install()
+        else:
+            sockets, chunks = world.enter(place), None
         with world.given_up(sockets):
-            job = self._build(place, tensors, accepted)
-        sockets.note()
+            job = self._build(place, tensors, accepted, chunks)
+        if ahead is None or ahead.has_grown:
+            sockets.note()
         job.sockets = sockets
         return job
 
-    def _build(self, place: Place, tensors: dict[Shard, torch.Tensor], accepted: Companions) -> Job:
-        layout, slots = RankLayout(place.config, place.rank), self._curr.of_rank(place.rank)
+    def _build_on_meta(self, layout: RankLayout) -> list[torch.nn.Module]:
         with world.undisturbed_rng():
             megatron_random.model_parallel_cuda_manual_seed(0)  # building may want the streams to exist
             with world.on_meta():
-                chunks = list(self._build_model(layout))
+                return list(self._build_model(layout))
 
+    def _build(
+        self,
+        place: Place,
+        tensors: dict[Shard, torch.Tensor],
+        accepted: Companions,
+        chunks: Sequence[torch.nn.Module] | None,
+    ) -> Job:
+        layout, slots = RankLayout(place.config, place.rank), self._curr.of_rank(place.rank)
+        if chunks is None:
+            chunks = self._build_on_meta(layout)
         local: dict[Kind, dict[Where, torch.Tensor]] = {}
         for slot in slots:
             local.setdefault(slot.kind, {})[slot.where] = slot.join(tensors)
@@ -326,7 +355,7 @@ def audit_of(job: Job, grid: Grid, live: Live, reached: Reached) -> Audit:
         tensor = live.find(slot)
         if tensor is not None:
             carried[f"{slot.kind} {slot.name}"] = tensor
-    return audit(job, carried, by_path(grid.stages[job.layout.coordinate.pp].chunks), reached)
+    return audit(job, carried, grid.stages[job.layout.coordinate.pp].derived, reached)
 
 
 def _declaring(grid: Grid) -> frozenset[str]:

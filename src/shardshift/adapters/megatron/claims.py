@@ -36,34 +36,65 @@ Address = tuple[str, int]
 """Which storage: its device and address."""
 
 
-class Claims:
-    """Stretches of storages by fate."""
+class Places:
+    """Where tensors lie, each looked up once; as long as the tensors live, and none is resized."""
 
     def __init__(self) -> None:
+        self._of: dict[int, tuple[Address, Stretch, int] | None] = {}
+
+    def of(self, tensor: torch.Tensor) -> tuple[Address, Stretch, int] | None:
+        """See ``place``."""
+        key = id(tensor)
+        if key not in self._of:
+            self._of[key] = place(tensor)
+        return self._of[key]
+
+
+class Claims:
+    """Stretches of storages by fate.
+
+    Args:
+        places: of the tensors that are asked for.
+    """
+
+    def __init__(self, places: Places | None = None) -> None:
+        self._places = places or Places()
         self.sizes: dict[Address, int] = {}
         self._claimed: dict[Address, list[tuple[Fate, Stretch, str]]] = {}
         self._covered: dict[tuple[Address, Fate], list[Stretch]] = {}
 
     def add(self, tensor: torch.Tensor, fate: Fate, by: str) -> None:
         """Claim what a tensor spans."""
-        at = place(tensor)
+        at = self._places.of(tensor)
         if at is not None:
             storage, stretch, self.sizes[storage] = at
             self._claimed.setdefault(storage, []).append((fate, stretch, by))
 
     def judge(self, tensor: torch.Tensor) -> tuple[Fate, str]:
         """The fate of a tensor, and the rule."""
-        at = place(tensor)
+        at = self._places.of(tensor)
         if at is None:
             if nbytes(tensor) == 0 or hasattr(tensor, "_local_tensor"):  # DTensor: the walk finds what it wraps
                 return Fate.DERIVED, "holds no bytes of its own"
             return Fate.UNKNOWN, f"{type(tensor).__name__} shows no storage"
         storage, stretch, _ = at
+        claimed = self._claimed.get(storage, ())
+        if len(claimed) == 1:  # the usual case, and nothing has to be joined
+            fate, (start, stop), by = claimed[0]
+            return (fate, by) if start <= stretch[0] and stretch[1] <= stop else (Fate.UNKNOWN, "")
         for fate in CLAIMED:
             if inside(stretch, self.covered(storage, fate)):
                 names = self._names(storage, fate, stretch)
                 return fate, names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         return Fate.UNKNOWN, ""
+
+    def alone(self, storage: Address) -> tuple[Fate, int] | None:
+        """The fate and bytes of the one claim on a storage; None if there are several or none."""
+        claimed = self._claimed.get(storage, ())
+        if len(claimed) != 1:
+            return None
+        fate, (start, stop), _ = claimed[0]
+        return fate, stop - start
 
     def covered(self, storage: Address, fate: Fate) -> list[Stretch]:
         """What claims up to and including a fate cover of a storage."""
@@ -91,7 +122,10 @@ def place(tensor: torch.Tensor) -> tuple[Address, Stretch, int] | None:
         return None
     item = tensor.element_size()
     start = int(tensor.storage_offset()) * item
-    span = sum((int(length) - 1) * int(stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_contiguous():
+        span = tensor.numel() - 1
+    else:
+        span = sum((int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (str(tensor.device), address), (start, start + (span + 1) * item), size
 
 

@@ -17,7 +17,7 @@ Rejected: the index of a group as its identity; Megatron's ``_synchronize_steps`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -52,7 +52,7 @@ class GroupRecord:
 
     def plain(self) -> dict[str, Any]:
         """For a record."""
-        return asdict(self)
+        return {"settings": self.settings, "step": self.step, "steps": self.steps, "names": self.names}
 
 
 def describe(

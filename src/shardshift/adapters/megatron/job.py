@@ -11,6 +11,7 @@ import torch
 from ...values import Coordinate, ExpertCoordinate, Mismatch, ParallelConfig
 
 if TYPE_CHECKING:
+    from ..reach import Reached
     from ..sockets import Sockets
     from .audit import Audit
     from .mark import Mark
@@ -95,6 +96,7 @@ class Job:
         marks: by iteration, of the two newest (``mark.py``); or why there is none.
         present: its tensors by shard, as they were found last (``present.py``).
         keeping: its modules that may have extra state, once they were looked for.
+        reached: what it reaches, from when it was held against a change until it goes on or is consumed.
         sockets: of its world (``sockets.py``).
     """
 
@@ -115,6 +117,7 @@ class Job:
         self.marks: dict[int, Mark | Exception] = {}
         self.present: Present | None = None
         self.keeping: list[tuple[str, torch.nn.Module]] | None = None
+        self.reached: Reached | None = None
         self.sockets: Sockets | None = None
         self._auditor, self._data_from = auditor, data_from
         self._parts: Parts | None = parts
@@ -187,7 +190,7 @@ class Job:
     def consume(self) -> Parts:
         """Take the live objects out; the job is unusable afterwards."""
         parts = self._live()
-        self._parts = self.present = self.keeping = None
+        self._parts = self.present = self.keeping = self.reached = None
         self.marks.clear()
         return parts
 

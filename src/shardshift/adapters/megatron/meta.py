@@ -25,6 +25,7 @@ from ...values import Infeasible, Kind, Mismatch, ParallelConfig, ShardshiftErro
 from ..reach import reach
 from . import optimizer as optim
 from . import scaler
+from .audit import by_path
 from .features import features, refuse
 from .job import RankLayout, unwrapped
 from .names import named_tensors, reduced_by_experts
@@ -48,6 +49,7 @@ class Stage:
         scalers: the kinds of part of it that have a grad scaler.
         schedules: whether ``wrap`` makes a scheduler.
         groups: logical names of the parameters of each param group, whoever owns them.
+        derived: what the chunks reach by path, for ``audit``: with data it follows from the configuration.
     """
 
     chunks: tuple[torch.nn.Module, ...]
@@ -56,6 +58,7 @@ class Stage:
     scalers: frozenset[str]
     schedules: bool
     groups: tuple[tuple[str, ...], ...]
+    derived: Mapping[str, Any]
 
 
 class MetaJobs:
@@ -150,6 +153,7 @@ class MetaJobs:
                 scaler.kinds(optimizer),
                 scheduler is not None,
                 tuple(_named_groups(inside, optimizer, made)),
+                by_path(inside),
             )
 
 

@@ -78,17 +78,22 @@ def named_modules(chunks: Sequence[torch.nn.Module], ep_rank: int = 0) -> Iterat
     """Every module of the chunks by logical name; that of a chunk itself is empty."""
     for model in chunks:
         names = Modules(model, ep_rank)
-        for local, module in model.named_modules():
+        for local, module in names.modules.items():
             yield names.logical(local), module
 
 
 class Modules:
-    """The modules of one chunk whose numbers are local, and what the numbers are globally."""
+    """The modules of one chunk whose numbers are local, and what the numbers are globally.
+
+    Attributes:
+        modules: all of the chunk's, by local name.
+    """
 
     def __init__(self, model: torch.nn.Module, ep_rank: int) -> None:
         self._renamed: dict[str, str] = {}
         self._experts: set[str] = set()
-        modules: Mapping[str, Any] = dict(model.named_modules())
+        self.modules: dict[str, torch.nn.Module] = dict(model.named_modules())
+        modules: Mapping[str, Any] = self.modules
         for local, module in modules.items():
             if (match := _LAYER.match(local)) and hasattr(module, "layer_number"):
                 self._renamed[local] = str(int(module.layer_number) - 1)

@@ -1,18 +1,22 @@
 """Plain records: values of any kind that a job carries, as bytes that nothing in them can run.
 
-``torch.load(weights_only=True)`` reads numbers, texts, tensors and containers of them; it does not read bytes,
-streams, NumPy's values or enumerations, all of which real jobs hold (Transformer Engine gives its extra state as
-``BytesIO``). ``pack`` turns these into tagged tuples of what it reads, ``unpack`` turns them back into the type that
-they had; what cannot be told back exactly is refused by its name. A digest is taken of the packed form, so that
-values are compared by bits and by type: NaN equals itself, 1 is not 1.0.
+1. ``pack`` copies a value into numbers, texts, tensors and containers of them. Bytes, streams and NumPy's values, which
+   real jobs hold (Transformer Engine gives its extra state as ``BytesIO``), become tagged tuples; what cannot be told
+   back exactly is refused by its name. ``unpack`` gives back the type that a value had.
+2. ``dump`` writes what is packed as JSON, in which what JSON has not is an object of one key (``_encoded``), and behind
+   it the bytes of all tensors. ``load`` reads that; nothing in it names a class or a function.
+3. A digest is taken of the packed form, so that values are compared by bits and by type: NaN equals itself, 1 is not
+   1.0.
 
-Rejected: pickle without ``weights_only`` (a record could run code in every rank that reads it).
+Rejected: pickle (a record could run code in every rank that reads it); ``torch.load(weights_only=True)``, an unpickler
+in Python: of all ranks' records at a change it took 2 ms each, 13 ms in every rank of a job of eight, this 0.2 ms each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -26,10 +30,12 @@ from ...values import Unaccounted
 _TAG: Final = "shardshift:packed"
 _KEPT: Final = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype)
 _KEYS: Final = (type(None), bool, int, float, str)
+_JSONS: Final = frozenset(_KEYS)
+_HEAD_BYTES: Final = 8
 
 
 def pack(value: Any, where: str) -> Any:
-    """A value as what ``torch.load(weights_only=True)`` reads; later changes to the value do not show in it.
+    """A value as what ``dump`` writes; later changes to the value do not show in it.
 
     Args:
         value: numbers, texts, bytes, ``BytesIO``, tensors, NumPy arrays and scalars, dtypes, and containers of them.
@@ -87,14 +93,21 @@ def dump(record: Mapping[str, Any], where: str) -> bytes:
     Raises:
         Unaccounted: if it holds what ``pack`` refuses.
     """
-    buffer = io.BytesIO()
-    torch.save({key: pack(value, f"{where}: {key}") for key, value in record.items()}, buffer)
-    return buffer.getvalue()
+    contents: list[bytes] = []
+    packed = {key: pack(value, f"{where}: {key}") for key, value in record.items()}
+    text = json.dumps(_encoded(packed, contents), separators=(",", ":")).encode()
+    return b"".join([len(text).to_bytes(_HEAD_BYTES, "little"), text, *contents])
 
 
 def load(content: bytes) -> dict[str, Any]:
-    """The inverse of ``dump``; the values are still packed."""
-    record: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+    """The inverse of ``dump``; the values are still packed.
+
+    Raises:
+        ValueError: if it is not what ``dump`` wrote.
+    """
+    whole = memoryview(content)
+    begin = _HEAD_BYTES + int.from_bytes(whole[:_HEAD_BYTES], "little")
+    record: dict[str, Any] = _decoded(json.loads(bytes(whole[_HEAD_BYTES:begin])), _Contents(whole[begin:]))
     return record
 
 
@@ -135,6 +148,83 @@ def _feed(found: Any, value: Any) -> None:
     else:
         text = repr(value).encode()
         found.update(f"{len(text)}\0".encode() + text)
+
+
+def _encoded(value: Any, contents: list[bytes]) -> Any:
+    """A packed value as JSON has it; the bytes of its tensors are added to ``contents``.
+
+    Lists, texts, numbers and None stand for themselves, an object for what its one key says.
+    """
+    kind = type(value)
+    if kind in _JSONS:
+        return value
+    if kind in (list, tuple):
+        items = [item if type(item) in _JSONS else _encoded(item, contents) for item in value]
+        return items if kind is list else {"tuple": items}
+    if kind in (dict, OrderedDict):
+        return {kind.__name__: [[key, _encoded(item, contents)] for key, item in value.items()]}
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if kind is torch.Size:
+        return {"size": list(value)}
+    if kind is torch.dtype:
+        return {"dtype": _name(value)}
+    content = _of_tensor(value).numpy().tobytes()
+    contents.append(content)
+    return {"tensor": [_name(value.dtype), list(value.shape), len(content)]}
+
+
+class _Contents:
+    """The bytes of tensors, one after the other."""
+
+    def __init__(self, whole: memoryview) -> None:
+        self._whole, self._at = whole, 0
+
+    def next(self, nbytes: int) -> bytearray:
+        """Those of the next tensor."""
+        begin, self._at = self._at, self._at + nbytes
+        if self._at > len(self._whole):
+            raise ValueError(f"a record ends {self._at - len(self._whole)} bytes too early")
+        return bytearray(self._whole[begin : self._at])
+
+
+def _decoded(value: Any, contents: _Contents) -> Any:
+    """The inverse of ``_encoded``; tensors are met in the order in which they were written."""
+    kind = type(value)
+    if kind is list:
+        return [item if type(item) in _JSONS else _decoded(item, contents) for item in value]
+    if kind is not dict:
+        return value
+    ((what, inner),) = value.items()
+    match what:
+        case "tuple":
+            return tuple(_decoded(inner, contents))
+        case "dict" | "OrderedDict":
+            items = ((key, _decoded(item, contents)) for key, item in inner)
+            return dict(items) if what == "dict" else OrderedDict(items)
+        case "complex":
+            return complex(*inner)
+        case "size":
+            return torch.Size(inner)
+        case "dtype":
+            return _dtype(inner)
+        case "tensor":
+            name, shape, nbytes = inner
+            content = contents.next(nbytes)
+            flat = torch.frombuffer(content, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+            return flat.view(_dtype(name)).reshape(shape)
+    raise ValueError(f"a record holds a {what}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"a record holds a tensor of {name}")
+    return found
 
 
 def _pack_tensor(value: torch.Tensor, where: str) -> Any:

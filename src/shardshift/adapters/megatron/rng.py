@@ -57,8 +57,9 @@ def home(stream: str, config: ParallelConfig, rank: int, *, individual: bool = F
 def capture() -> Streams:
     """The state of every stream of this process."""
     name, keys, position, has_gauss, gauss = _numpy_state(np.random.get_state(legacy=True))
+    version, words, next_gauss = random.getstate()
     streams: Streams = {
-        "python": random.getstate(),
+        "python": (version, torch.tensor(words), next_gauss),  # 625 numbers by themselves are slow to pack and compare
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state().clone(),
     }
@@ -182,7 +183,8 @@ def install(streams: Streams) -> None:
     tracker: dict[str, Any] = {}
     for stream, state in streams.items():
         if stream == "python":
-            random.setstate(state)
+            version, words, next_gauss = state
+            random.setstate((version, tuple(words.tolist()) if isinstance(words, torch.Tensor) else words, next_gauss))
         elif stream == "numpy":
             name, keys, *rest = state
             np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

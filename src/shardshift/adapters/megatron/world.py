@@ -16,7 +16,7 @@ import copy
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -36,17 +36,28 @@ from ..sockets import Sockets
 from .sharing import shared_groups
 
 
-def _state() -> dict[str, Any]:
+def megatron_state() -> dict[str, Any]:
+    """The globals of ``parallel_state``."""
     return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name[1:2].isupper()}
 
 
-_REGISTRIES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "pg_coalesce_state")
+def set_megatron_state(state: Mapping[str, Any]) -> None:
+    """The inverse."""
+    for name, value in state.items():
+        setattr(parallel_state, name, value)
+
+
+REGISTRIES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "pg_coalesce_state")
+"""Of groups, in torch."""
+_LINGER_S = 1.0
+_GROUPS = 1_000_000
+"""More than a world ever has."""
 _REAL_TYPES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.float16: "torch.cuda.HalfTensor",
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
 }
-_NO_WORLD = {name: copy.copy(value) for name, value in _state().items()}
+_NO_WORLD = {name: copy.copy(value) for name, value in megatron_state().items()}
 
 
 def enter(place: Place) -> Sockets:
@@ -55,19 +66,30 @@ def enter(place: Place) -> Sockets:
     Returns:
         To note its sockets, when all groups are made.
     """
-    sockets, excepthook = Sockets(), sys.excepthook
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    sockets = Sockets()
     with given_up(sockets):
-        dist.init_process_group(
-            backend,
-            store=place.store,
-            rank=place.rank,
-            world_size=place.config.world_size,
-            timeout=timedelta(seconds=place.timeout_s),
-        )
-        sys.excepthook = excepthook  # torch wraps it once more for each default group, and never unwraps
-        initialize(place.config, place.timeout_s, gloo=torch.cuda.is_available())
+        make(place)
     return sockets
+
+
+def make(place: Place) -> None:
+    """Make the groups of a world; there is no default group, and ``parallel_state`` is as before any world."""
+    excepthook = sys.excepthook
+    c10d._world.group_count = first_number(place.generation)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=place.store,
+        rank=place.rank,
+        world_size=place.config.world_size,
+        timeout=timedelta(seconds=place.timeout_s),
+    )
+    sys.excepthook = excepthook  # torch wraps it once more for each default group, and never unwraps
+    initialize(place.config, place.timeout_s, gloo=torch.cuda.is_available())
+
+
+def first_number(generation: int) -> int:
+    """The number that torch names a world's first group by: those of two successive generations may stand together."""
+    return generation % 2 * _GROUPS
 
 
 @contextlib.contextmanager
@@ -114,18 +136,37 @@ class Leaving:
     """Groups of a world that was left, on their way out.
 
     The last reference to a gloo group joins its threads, which look up from their sockets every 10 ms, and NCCL's
-    communicators take longer: so each group goes in a thread of its own, while the next world is entered and trains.
+    communicators take longer: so each group goes in a thread of its own, after the next world has been entered: when
+    its first step is over, or a second has passed.
     """
 
     def __init__(self, groups: list[dist.ProcessGroup]) -> None:
-        self._pool = ThreadPoolExecutor(max(len(groups), 1))
-        for _ in range(len(groups)):
-            self._pool.submit(groups.__delitem__, -1)
-        self._pool.shutdown(wait=False)
+        self._groups = groups
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(_LINGER_S, self.begin)
+        self._timer.daemon = True
+        if groups:
+            self._timer.start()
+
+    def begin(self) -> None:
+        """Let them go now; from any thread, and more than once."""
+        with self._lock:
+            if self._pool is None:
+                self._timer.cancel()
+                self._pool = ThreadPoolExecutor(max(len(self._groups), 1))
+                with contextlib.suppress(RuntimeError):  # the process ends, and everything with it
+                    for _ in range(len(self._groups)):
+                        self._pool.submit(self._groups.__delitem__, -1)
+                self._pool.shutdown(wait=False)
 
     def wait(self) -> None:
         """Until their threads and sockets are gone."""
+        self.begin()
+        assert self._pool is not None
         self._pool.shutdown(wait=True)
+        if self._timer.is_alive():
+            self._timer.join()
 
 
 def cut(sockets: Sockets | None) -> None:
@@ -172,7 +213,10 @@ def leave(*, aborted: bool = False) -> Leaving:
         groups += c10d._world.pg_map
         abort = getattr(c10d, "_abort_process_group", None) if aborted else None
         (abort or dist.destroy_process_group)()
-    return Leaving(groups)
+    leaving = Leaving(groups)
+    if aborted:  # nothing comes after it for sure
+        leaving.begin()
+    return leaving
 
 
 def _logs() -> Iterator[dict[Any, Any]]:
@@ -194,10 +238,10 @@ def virtual_rank(config: ParallelConfig, rank: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     real_world, group_count, init_method = c10d.GroupMember.WORLD, c10d._world.group_count, c10d._default_pg_init_method
-    registries: list[dict[Any, Any]] = [getattr(c10d._world, name) for name in _REGISTRIES]
+    registries: list[dict[Any, Any]] = [getattr(c10d._world, name) for name in REGISTRIES]
     real_groups = [dict(registry) for registry in registries]
     real_tags = {tag: list(groups) for tag, groups in c10d._world.tags_to_pg.items()}
-    real_state, excepthook = _state(), sys.excepthook
+    real_state, excepthook = megatron_state(), sys.excepthook
     c10d._update_default_pg(None)
     try:
         with undisturbed_rng():
@@ -217,8 +261,7 @@ def virtual_rank(config: ParallelConfig, rank: int) -> Iterator[None]:
             registry.update(real)
         c10d._world.group_count, c10d._default_pg_init_method = group_count, init_method
         sys.excepthook = excepthook
-        for name, value in real_state.items():
-            setattr(parallel_state, name, value)
+        set_megatron_state(real_state)
 
 
 @contextlib.contextmanager
