@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,9 +19,10 @@ from tests.cases.moves import Held, Values, box, cut, ranks, right, tensor
 
 from shardshift.engine import Journal, names_of, run_program
 from shardshift.plan import Plan, make_plan
+from shardshift.report.links import log_links
 from shardshift.schedule import compile_programs
 from shardshift.transport import Message, Pending, Transport, connect
-from shardshift.values import Kind, Layout, PlacedLayout, Tensor
+from shardshift.values import Infeasible, Kind, Layout, PlacedLayout, Tensor
 
 View = Callable[[Sequence[int], torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 """A shape and an element type to (a storage full of NaN, a view of that shape on it)."""
@@ -260,3 +264,48 @@ def test_with_a_cap_of_64_bytes_a_message_everything_arrives_as_without() -> Non
             if device == 0 and few:
                 assert free_bytes > 64 >= capped_bytes
                 assert many > 4 * few
+
+
+def move_over(send: Send, addresses: Sequence[str]) -> None:
+    """Move state between two processes with an address each; tell what the log says, and how they are connected."""
+    lines: list[str] = []
+    logger = logging.getLogger("links of this test")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    connected: list[tuple[str, str]] = []
+
+    def transport(store: dist.Store, device: int, devices: Sequence[int]) -> Transport:
+        before = {one for one in psutil.Process().net_connections("tcp") if one.status == "ESTABLISHED"}
+        made = connect(store, device, devices, TIMEOUT_S, kind="gloo", address=addresses[device])
+        now = {one for one in psutil.Process().net_connections("tcp") if one.status == "ESTABLISHED"}
+        connected.extend((one.laddr.ip, one.raddr.ip) for one in now - before)
+        return made
+
+    with process() as (member, meet), mover_in(member, 2, transport, sink=log_links(logger)) as mover:
+        values = state()
+        prev, curr = (PlacedLayout(by, (0, 1)) for by in (whole_on(values, 0), whole_on(values, 1)))
+        held = {name: wanted(shard, values).clone() for name, shard in names_of(prev.shards_on(mover.device)).items()}
+        moved = mover.move(prev, curr, held)
+        send((is_right(mover.device, curr, values, moved), connected, lines))
+        meet.gather("done", range(2), b"", "test")
+
+
+def whole_on(values: Values, rank: int) -> Layout:
+    return ranks(*[[box(of) for of in values] if one == rank else [] for one in (0, 1)])
+
+
+def test_state_goes_over_the_address_that_is_given_and_the_log_says_how_fast() -> None:
+    addresses = ("127.0.0.2", "127.0.0.3")
+    for [(fine, connected, lines)] in told(2, move_over, addresses).values():
+        assert fine
+        assert connected
+        # Who is called is called at its address; who calls has the address that leads there.
+        assert all({*ends} & {*addresses} for ends in connected)
+        (line,) = lines
+        assert re.fullmatch(r"device 0 -> device 1: .* in .*, .*B/s", line), line
+
+
+def test_an_address_that_is_not_this_hosts_is_refused() -> None:
+    with pytest.raises(Infeasible, match=r"cannot use address '192\.0\.2\.1'"):
+        connect(dist.HashStore(), 0, 2, TIMEOUT_S, kind="gloo", address="192.0.2.1")

@@ -82,6 +82,7 @@ class Era:
             self.ends,
             self._settings.timeout_s,
             kind=self._settings.transport,
+            address=self._settings.address,
             say=self._say,
         )
 

@@ -27,6 +27,7 @@ def session(
     timeout_s: float = 30.0,
     staging_bytes: int = 64 << 20,
     transport: str = "auto",
+    address: str | None = None,
     verify: Verify = False,
     survive: bool = False,
     shard_copies: int = 0,
@@ -49,6 +50,8 @@ def session(
         timeout_s: the longest that a collective, an agreement or a round may take.
         staging_bytes: the most that one device stages at any time, for sending and receiving together.
         transport: ``"auto"``: directly within a host where that works, else over gloo; ``"gloo"``: over gloo alone.
+        address: of this host, in the network that state is to go over, e.g. that of its fast interface; None for gloo's
+            choice (GLOO_SOCKET_IFNAME, or the address of the host's name).
         verify: ``"digest"`` (or True): hold each piece that is moved to a digest of what was sent.
         survive: whether the job outlives ranks that are lost: ``recover`` goes on without them. Each rank keeps a copy
             of its state in host memory for it, taken anew before each optimizer step.
@@ -82,6 +85,7 @@ def session(
             guarded(sink),
             shard_copies,
             checkpoint,
+            address,
         ),
         grow=grow,
     )

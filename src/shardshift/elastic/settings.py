@@ -27,6 +27,7 @@ class Settings:
         layouts: chooses a configuration for the devices that there are.
         sink: takes events.
         shard_copies: how many copies are kept of what only one rank holds.
+        address: of this host, in the network that state is to go over; None for gloo's choice.
         checkpoint: loads the last checkpoint into a job that was started afresh; None if there is none.
 
     Raises:
@@ -44,6 +45,7 @@ class Settings:
     sink: Sink
     shard_copies: int = 0
     checkpoint: Callable[[Any], None] | None = None
+    address: str | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in ("auto", "keep"):

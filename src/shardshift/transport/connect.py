@@ -24,6 +24,7 @@ def connect(
     timeout_s: float,
     *,
     kind: str = "auto",
+    address: str | None = None,
     say: Callable[[str], None] = lambda text: None,
     environment: Mapping[str, str] = os.environ,
 ) -> Transport:
@@ -36,11 +37,13 @@ def connect(
         timeout_s: for meeting, and the longest that a message may take.
         kind: ``auto`` or ``same-host``: tensors in host memory, direct copies within a host where they work, gloo
             elsewhere. ``gloo``: gloo alone. ``nccl``: tensors on this process's current GPU.
+        address: of this host, in the network that gloo is to use; None for gloo's choice. NCCL goes by its own
+            settings (NCCL_SOCKET_IFNAME).
         say: is told in one line of paths that are not taken, and why.
         environment: where NCCL's settings are looked up.
 
     Raises:
-        Infeasible: if there is no such kind, or this process cannot use it.
+        Infeasible: if there is no such kind, or this process cannot use it, or the address is none of this host's.
         TransportError: if the devices did not all come within ``timeout_s``.
     """
     if kind not in KINDS:
@@ -48,7 +51,7 @@ def connect(
     if kind == "nccl":
         return NcclTransport.connect(store, device, devices, timeout_s, environment=environment)
     ids = device_ids(device, devices)
-    gloo = ProcessGroupTransport.gloo(dist.PrefixStore("gloo", store), device, ids, timeout_s)
+    gloo = ProcessGroupTransport.gloo(dist.PrefixStore("gloo", store), device, ids, timeout_s, address=address)
     if kind == "gloo" or len(ids) == 1:
         return gloo
     try:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from ..values import Infeasible
 from .protocol import Message, Pending, TransportError
 
 T = TypeVar("T")
@@ -48,7 +49,13 @@ class ProcessGroupTransport:
 
     @classmethod
     def gloo(
-        cls, store: dist.Store, device: int, devices: int | Sequence[int], timeout_s: float
+        cls,
+        store: dist.Store,
+        device: int,
+        devices: int | Sequence[int],
+        timeout_s: float,
+        *,
+        address: str | None = None,
     ) -> ProcessGroupTransport:
         """A transport between devices, over a gloo group of its own.
 
@@ -57,15 +64,30 @@ class ProcessGroupTransport:
             device: this side's id.
             devices: the ids of all, in one order everywhere, or how many there are from 0 on; every one calls this.
             timeout_s: for meeting, and the longest that a message may take.
+            address: of this host, in the network that the bytes are to go over; None for gloo's choice
+                (GLOO_SOCKET_IFNAME, or the address of the host's name).
 
         Raises:
+            Infeasible: if the address is none of this host's.
             TransportError: if the devices did not all come within ``timeout_s``.
         """
         ids, limit = device_ids(device, devices), timedelta(seconds=timeout_s)
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
+        options._timeout = limit
+        if address is not None:
+            try:
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            except RuntimeError as error:
+                raise Infeasible(
+                    f"device {device} cannot use address {address!r}: {str(error).splitlines()[0]}; what to do: give "
+                    "an address of this host in the network that the state is to go over"
+                ) from error
+        else:
+            options._devices = [dist.ProcessGroupGloo.create_default_device()]
 
         def meet() -> Any:
             # The raw class is what dist.init_process_group makes too; only its stub lacks the base class.
-            group = dist.ProcessGroupGloo(store, ids.index(device), len(ids), limit)
+            group = dist.ProcessGroupGloo(store, ids.index(device), len(ids), options)
             # One that closes at once would break the connecting of those that are not done with it.
             store.set(f"connected/{device}", "")
             store.wait([f"connected/{one}" for one in ids], limit)
