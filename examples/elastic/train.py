@@ -34,7 +34,7 @@ def train(asked: argparse.Namespace) -> None:
         mine.make_adapter(recipe, Corpus(text, recipe.shape.sequence_length, recipe.seed)),
         asked.layout,  # to begin with; devices that it does not need stand by
         member=member,
-        resizes=FileSource(asked.watch, Board(member.store), member.store),  # beside requests and nodes that join
+        resizes=FileSource(asked.watch, Board(member.store)),  # beside requests and nodes that join
         layouts="nearest",  # which layout on which devices: docs/policy.md
         timeout_s=asked.timeout_s,
         survive=True,  # go on after a loss

@@ -26,7 +26,7 @@ class Watched:
 
     def another(self) -> FileSource:
         """As another rank has it."""
-        return FileSource(self.path, Board(self.store), self.store, self.said.append)
+        return FileSource(self.path, Board(self.store), self.said.append)
 
     def write(self, content: str | bytes) -> None:
         """By rename, as it should be."""

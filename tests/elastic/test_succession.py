@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,14 @@ def test_three_nodes_lose_the_host_of_the_store_and_a_new_one_joins(tmp_path: Pa
         assert (status["config"], sorted(status["devices"]), status["losses"]) == ("pp1tp1dp2", [1, 2], 1)
         fourth = job.node(*SMALL)
         fourth.says("3: trains pp1tp1dp3 exact")
+        until_all_decide(job.port, 3)
+        second.process.send_signal(signal.SIGTERM)  # it hosts the store now
+        third.says("node 2 hosts the job's store from now on")
+        assert second.end() == 0, "".join(second.lines)
+        third.says("2: trains pp1tp1dp2 exact")
+        fourth.says("3: trains pp1tp1dp2 exact")
         job.stop.touch()
-        for node in job.nodes[1:]:
+        for node in (third, fourth):
             assert node.end() == 0, "".join(node.lines)
             assert all(len(of) == 1 for of in pids(node.lines).values())
             assert "WRONG" not in "".join(node.lines)

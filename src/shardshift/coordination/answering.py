@@ -49,7 +49,8 @@ class AnsweringStore:
 
     def clone(self) -> AnsweringStore:
         """Another client of the same store, for another thread."""
-        return AnsweringStore(self._store.clone(), self._limit_s)  # type: ignore[attr-defined]  # the stub lacks it
+        made = self._ask(lambda: self._store.clone())  # type: ignore[attr-defined]  # the stub lacks it
+        return AnsweringStore(made, self._limit_s)
 
     def under(self, prefix: str) -> dist.Store:
         """A part of the store; its requests are made by the same thread."""
@@ -91,8 +92,9 @@ class _Line:
 
     def close(self) -> None:
         """Make no more requests."""
+        silent, self._silent = self._silent, True  # from now on nothing is answered
         self._requests.put(None)
-        if not self._silent:
+        if not silent:
             self._thread.join()
 
 

@@ -22,7 +22,11 @@ from .failure import lost_standbys, record_failure, recorded_failure, stand_by
 from .signs import Looks, any_beats, diagnose
 
 _FIRST_PAUSE_S: Final = 0.0005
+_SHORT_PAUSE_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 0.02
+_SOON_S: Final = 0.5
+_HEAR_S: Final = 0.01
+"""Between two looks at whether the job has failed."""
 
 
 class Control:
@@ -145,14 +149,17 @@ class Control:
         Looking rather than ``store.wait``, since one wait cannot end for either of two reasons, and c10d writes a
         warning for each wait that it ends by a timeout.
         """
-        looks, pause_s = Looks(), _FIRST_PAUSE_S
-        while looks.look() < timeout_s:
-            lost = self.failure()
-            yield  # after the failure was read: what was there before the job failed still counts, on every rank alike
-            if lost is not None:
-                raise lost
+        looks, pause_s, heard_s = Looks(), _FIRST_PAUSE_S, 0.0
+        while (spent_s := looks.look()) < timeout_s:
+            yield
+            if spent_s >= heard_s:
+                heard_s = spent_s + _HEAR_S
+                if (lost := self.failure()) is not None:
+                    yield  # what was there before the job failed still counts, on every rank alike
+                    raise lost
             time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+            # Soon, while others are likely to come any moment, as in a change; later it would cost them processor time.
+            pause_s = min(pause_s * 1.5, _SHORT_PAUSE_S if spent_s < _SOON_S else _LONGEST_PAUSE_S)
         yield
 
 

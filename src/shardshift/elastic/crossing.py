@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch.distributed as dist
 
 from ..adapters.protocol import J
@@ -27,6 +29,9 @@ from ..coordination import (
 from ..values import PeerLost, StateLost
 from .party import PATIENCE, Party
 
+_Next: TypeAlias = tuple[int, set[int], set[int], set[int]]
+"""An era: its number; who is lost; who stood by when the last one ended; who is lost beside."""
+
 
 def next_era(party: Party[J], lost: PeerLost) -> None:
     """Leave an era that has failed for the next one.
@@ -36,24 +41,45 @@ def next_era(party: Party[J], lost: PeerLost) -> None:
         StateLost: if nobody is left who trained.
         ShardshiftError: if the store is lost, and there is no other.
     """
-    control = party.era.control
     try:
-        if not lost.ranks or party.member.device in lost.ranks:
-            current_era(party.store)  # raises if it is the store that is lost
-            raise lost
-        idle = party.devices().difference(party.course.devices, lost.ranks, control.gone())
-        stood_by = {device for device in idle if stands_by(control.store, device)}
-        begun = begin_era(party.store, party.era.number, lost.ranks)
-        number, gone = party.era.number + 1, {*lost.ranks}
-        others = known_dead(control.store) - party.gone - gone
+        _enter(party, lost, *_begun(party, lost))
+        return
     except dist.DistError:
-        party.next_store()
-        number, others = current_era(party.store), set()
-        begun = era_store(party.store, number)
-        gone = lost_before(begun)
-        if party.member.device in gone:
-            raise lost from None
-        stood_by = party.devices().difference(party.course.devices, gone)
+        pass
+    while True:
+        try:
+            party.next_store()
+            _enter(party, lost, *_found(party, lost))
+            return
+        except dist.DistError:  # that one is lost, too
+            continue
+
+
+def _begun(party: Party[J], lost: PeerLost) -> _Next:
+    """The era after the present one, in the same store."""
+    control = party.era.control
+    if party.member.is_behind:
+        raise dist.DistStoreError("the agents have gone on with another store")
+    if not lost.ranks or party.member.device in lost.ranks:
+        current_era(party.store)  # raises if it is the store that is lost
+        raise lost
+    idle = party.devices().difference(party.course.devices, lost.ranks, control.gone())
+    stood_by = {device for device in idle if stands_by(control.store, device)}
+    begin_era(party.store, party.era.number, lost.ranks)
+    gone = {*lost.ranks}
+    return party.era.number + 1, gone, stood_by, known_dead(control.store) - party.gone - gone
+
+
+def _found(party: Party[J], lost: PeerLost) -> _Next:
+    """The era with which another store has begun."""
+    number = current_era(party.store)
+    gone = lost_before(era_store(party.store, number))
+    if party.member.device in gone:
+        raise lost from None
+    return number, gone, party.devices().difference(party.course.devices, gone), set()
+
+
+def _enter(party: Party[J], lost: PeerLost, number: int, gone: set[int], stood_by: set[int], others: set[int]) -> None:
     party.stood_by = tuple(sorted(stood_by))
     party.gone.update(gone)
     party.course.mourn(gone)
@@ -63,7 +89,7 @@ def next_era(party: Party[J], lost: PeerLost) -> None:
             "hold no state; what to do: start the job again from its last checkpoint",
             ["everything"],
         ) from lost
-    party.course.publish(begun)
+    party.course.publish(era_store(party.store, number))
     party.next_era(number)
     if others:  # nobody need wait for them: the new era has failed, too
         record_failure(party.era.control.store, others, "run", "was lost together with others")

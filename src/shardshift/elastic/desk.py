@@ -59,7 +59,10 @@ class Desk(Generic[J]):
                     choose=self._choose,
                 )
             )
-        self.source = Sources(*sources, others)
+        given = Sources(others)
+        if party.member.reign:
+            given.moved(party.store)
+        self.source = Sources(*sources, given)
         self._status = Status(party.store)
         self._tolerates: tuple[tuple[int, tuple[str, ...]], dict[str, int]] | None = None
         self._without: tuple[tuple[Any, ...], dict[str, dict[str, Any]]] | None = None

@@ -62,6 +62,11 @@ class Member:
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return cls(job_store(store, attempt), device, Topology.of(devices, per_node), reign, following)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether this process's agent has gone on with another store, also if this one answers still."""
+        return isinstance(self.next_store, Following) and self.next_store.is_over(self.reign)
+
     def moved(self) -> Member:
         """This process in the store that has taken the place of its present one, which is lost.
 

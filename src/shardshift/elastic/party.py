@@ -185,12 +185,7 @@ class Party(Generic[J]):
                 self.buddies.ahead(moved, proposal.curr_devices, self.course.generation + 1, self.era.wires)
         with self.timed(phases, "commit"), self._alone():
             self.in_doubt = proposal, moved
-            try:
-                transition.commit(proposal)
-            except PeerLost as lost:
-                if lost.ranks:
-                    self.in_doubt = None  # the store has said that it was given up
-                raise
+            transition.commit(proposal)
         self.in_doubt = None
         with self.timed(phases, "rebuild"), self._alone():
             self.follow(proposal)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -80,21 +81,30 @@ class Following:
         except dist.DistError:
             return self(found.reign)
 
+    def is_over(self, reign: int) -> bool:
+        """Whether a reign is over by what the agent says, also if its store answers still."""
+        return Whereabouts.read(self.path).reign > reign
+
     def __call__(self, reign: int) -> tuple[int, dist.Store]:
         """The store that follows that of a reign, and the number of its reign.
 
         Raises:
             ShardshiftError: if there is none in time.
         """
-        until_s = time.monotonic() + Whereabouts.read(self.path).patience_s
-        while (found := Whereabouts.read(self.path)).reign <= reign:
+        seen, until_s = reign, time.monotonic() + Whereabouts.read(self.path).patience_s
+        while True:
+            found = Whereabouts.read(self.path)
+            if found.reign > seen:
+                seen, until_s = found.reign, time.monotonic() + found.patience_s
+            if found.reign > reign:
+                with suppress(dist.DistError):  # its host may be lost, too: then there will be yet another one
+                    return found.reign, self._connected(found)
             if time.monotonic() > until_s:
                 raise ShardshiftError(
                     "the job's store does not answer, and this node's agent has found no other; what to do: see what "
                     "it says, and start the job again from its last checkpoint"
                 )
             time.sleep(_LOOK_S)
-        return found.reign, self._connected(found)
 
     def _connected(self, to: Whereabouts) -> dist.TCPStore:
         timeout = timedelta(seconds=self.timeout_s)

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Generic, Self
+
+import torch.distributed as dist
 
 from ..adapters import Adapter
 from ..adapters.protocol import J
@@ -292,7 +294,8 @@ class Session(Generic[J]):
         if self._party.store is not store:
             self._open_desk()
         if self._desk is not None and new is not None and self._party.leads:
-            self._desk.changed(new, self._party.reports[-1])
+            with suppress(dist.DistError):  # the next request finds the store lost, where that is handled
+                self._desk.changed(new, self._party.reports[-1])
         return new
 
     def _upcoming(self, job: J) -> Resize | None:

@@ -151,10 +151,13 @@ class Leaving:
 
     def __init__(self, slot: int, stores: Stores, *, grace_s: float, say: Say) -> None:
         self._slot, self._stores, self._grace_s, self._say = slot, stores, grace_s, say
-        self._board = Board(stores.job)
         self._until_s = 0.0
         self._request: int | None = None
         self.begun = self.told = self.at_once = False
+
+    @property
+    def _board(self) -> Board:
+        return Board(self._stores.job)  # of the store that there is now
 
     def begin(self, workers: Workers, *, others: bool) -> None:
         """The grace begins.

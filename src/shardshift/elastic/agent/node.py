@@ -152,15 +152,18 @@ class NodeLife:
                 ends them.
         """
         try:
-            self._write("here", workers.pids)
+            moves = False
             while True:
                 try:
+                    if moves and self._succession is not None:
+                        self._move(workers, self._succession)
+                        moves = False
                     self._watch(workers)
                     break
                 except dist.DistError:
                     if self._succession is None:
                         raise
-                    self._move(workers, self._succession)
+                    moves = True  # the next one may be lost in the middle of that
         except EndAtOnce as end:
             self._say(f"node {self._place.slot} ends at once, as it was told")
             with suppress(dist.DistError):  # without a store nobody can be told
@@ -171,6 +174,8 @@ class NodeLife:
 
     def _watch(self, workers: Workers) -> None:
         """Until all workers have ended, and the others need this agent no more."""
+        if workers.pids:
+            self._write(self._record.state, workers.pids)
         while workers.pids:
             self._asked.pause(while_waiting=False)
             self._note(workers, workers.ended())
@@ -188,8 +193,6 @@ class NodeLife:
         self._attach()
         self._next_beat_s = 0.0
         self._moved(reign)
-        if workers.pids:
-            self._write(self._record.state, workers.pids)
 
     def _note(self, workers: Workers, ended: Sequence[Ended], why: str | None = None) -> None:
         """Make known who has ended and how."""
@@ -250,7 +253,9 @@ class NodeLife:
         if self._presiding is not None:
             self._alive = {self._place.slot, *(one for one, stood_s in still_s.items() if stood_s <= self._silence_s)}
             staying = [node.slot for node in (self._record, *others) if node.state == "here"]
-            self._presiding.look(staying, self._alive)
+            recent_s = max(self._silence_s / 2, 3 * INTERVAL_S)  # a beat may be late
+            lately = {one for one, stood_s in still_s.items() if stood_s <= recent_s}
+            self._presiding.look(staying, self._alive, lately | {self._place.slot})
 
     def _go(self, workers: Workers) -> None:
         """One look at this node's leave, from its beginning to the end of its grace."""

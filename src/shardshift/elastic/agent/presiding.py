@@ -35,12 +35,14 @@ class Presiding:
         self._number, self._job, self._silence_s = number, job, silence_s
         self._alive_s = time.monotonic()
 
-    def look(self, staying: Iterable[int], alive: Collection[int]) -> None:
+    def look(self, staying: Iterable[int], alive: Collection[int], lately: Collection[int]) -> None:
         """One look, with each beat.
 
         Args:
             staying: the slots of the nodes that are there and have not announced their leaving.
-            alive: the voters that have lately shown life, this one included.
+            alive: the voters that have shown life within ``silence_s``, this one included.
+            lately: those that have within half of it. Others find another store once this one has not answered for
+                ``silence_s``: by then this side has stopped.
 
         Raises:
             MinorityStops: if too few have, for too long.
@@ -51,9 +53,9 @@ class Presiding:
             return
         electorate = known[0]
         now_s = time.monotonic()
-        if electorate.passes(alive):
+        if electorate.passes(lately):
             self._alive_s = now_s
-        elif now_s - self._alive_s > self._silence_s:
+        elif now_s - self._alive_s > self._silence_s / 2:
             raise MinorityStops(
                 f"of {len(electorate.everyone)} that decide, {len({*alive} & {*electorate.everyone})} have shown life "
                 f"in the last {self._silence_s:.0f} s"

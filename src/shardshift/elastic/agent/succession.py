@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from ...coordination import assent, current_era, first_era
+from ...coordination import assent, current_era, era_store, first_era, lost_before
 from ...coordination.ballot import Ballot, Electorate, Reply, Value, Voter, stand
 from ...coordination.quorum import electorate_of, say_known, write_electorate
 from ...values import ShardshiftError
@@ -120,7 +120,10 @@ class Succession:
         self._decided: dict[int, Reign] = {}
         self._addresses: dict[int, Address] = {}
         self._records: dict[str, str] = {}
+        self._lost: tuple[int, ...] = ()
         self._age = (-1, -1)
+        self._moved = False
+        self._said = -1
         self._running: tuple[int, ...] = ()
         self._mine: dict[int, dist.TCPStore] = {}
         self._dead: set[int] = set()
@@ -153,22 +156,31 @@ class Succession:
         job = self._stores.job
         if self._reign + 1 in self._decided:
             raise dist.DistStoreError("the others have gone on with another store")
+        self._keep()
         known = electorate_of(job)
-        if known is not None and known[0].version > self._voter.electorate.version:
+        if known is not None and known[0].version > self._said:  # said in each store anew
             with self._lock:
                 self._addresses.update(known[1])
             self._voter.hear(known[0])
             say_known(job, self._number, known[0].version)
-        roster = Roster(job)
-        age = current_era(job), roster.version()
-        if age != self._age:
-            self._records = roster.records()
-            self._age = age
-        self._records |= self._board.records()
+            self._said = known[0].version
 
     def assent(self, era: int) -> None:
         """Let an era of the present store be: without a quorum that does, its survivors do not go on."""
+        self._keep()  # before: of those who promise, one has let the last era be, and must know who was lost before it
         assent(self._stores.era(era), self._number)
+
+    def _keep(self) -> None:
+        """Keep what a successor needs."""
+        job = self._stores.job
+        roster = Roster(job)
+        age = current_era(job), roster.version()
+        if age != self._age or self._moved:
+            lost = tuple(sorted(lost_before(era_store(job, age[0]))))
+            records = roster.records() | self._board.records()
+            self._records, self._lost, self._age, self._moved = records, lost, age, False
+        else:
+            self._records = self._records | self._board.records()
 
     def withdraw(self) -> None:
         """Be no voter any more; of a job that has ended."""
@@ -209,28 +221,33 @@ class Succession:
                 self._store = store
                 self._stores.move(job_store(store))
                 self._board = Board(self._stores.job)
+                self._moved, self._said = True, -1
                 self._register()
                 with self._lock:
-                    self._open, self._age = False, (-1, -1)
+                    self._open = False
                 return reign
             self._say(f"the store that {_called(reign.host)} was to host does not answer either")
 
     def _elected(self, pause: Callable[[], None]) -> Reign:
         """The next reign, once it is decided on."""
-        number, order = self._reign + 1, self._voter.electorate.everyone
-        until_s = time.monotonic() + self.patience_s
+        number, order, began_s = self._reign + 1, self._voter.electorate.everyone, time.monotonic()
         place = order.index(self._number) if self._number in order else len(order)
-        next_s = time.monotonic() + place * _RETRY_S
+        next_s = began_s + place * _RETRY_S
         while (reign := self._decided.get(number)) is None:
             now_s = time.monotonic()
-            if now_s > until_s:
+            electorate = self._voter.electorate  # others may have told of a newer one
+            order = electorate.everyone
+            if now_s > began_s + self.patience_s:
                 raise MinorityStops(
                     f"no quorum of {len(order)} ({', '.join(map(_called, order))}) came together within "
                     f"{self.patience_s:.0f} s"
                 )
             if self._number != WITNESS and now_s >= next_s:
                 self._stand(number)
-                if not self._voter.electorate.passes({*order} - self._dead) and number not in self._decided:
+                electorate = self._voter.electorate
+                order = electorate.everyone
+                late = now_s > began_s + _LINGER_S  # whoever has missed a change is told by then of those who came
+                if late and not electorate.passes({*order} - self._dead) and number not in self._decided:
                     gone = ", ".join(map(_called, sorted(self._dead)))
                     raise MinorityStops(f"of {len(order)} that decide on another store, too many have ended: {gone}")
                 next_s = time.monotonic() + (1 + place) * _RETRY_S
@@ -240,6 +257,9 @@ class Succession:
     def _stand(self, number: int) -> None:
         """Stand as a candidate for hosting reign ``number`` once."""
         question = {"job": self._terms.name, "reign": number, "from": self._number}
+        if self._number not in self._voter.electorate.everyone:  # it could not host what it is no part of
+            self._all(question | {"ask": "decided"}, self._voter.electorate.everyone)
+            return
         value = stand(
             self._voter,
             self._number,
@@ -300,18 +320,23 @@ class Succession:
         closed_founding(job)
         running = {device for reply in promised.values() for device in reply.told["running"]}
         roster = Roster(job)
+        while roster.count() <= max(promised):  # one whose slot was not heard of in time: it must not be given twice
+            roster.next_slot()
         slots = range(roster.count())
         for slot in slots:
             if slot not in promised:
                 roster.write(NodeRecord(slot, "", (), {}, "left"))
-        lost = [device for slot in slots for device in self._terms.devices_of(slot) if device not in running]
-        first_era(job, newest["age"][0] + 1, lost)
+        # Whom an era has gone on without is lost, though it may run: it trains from an older step.
+        lost = {device for slot in slots for device in self._terms.devices_of(slot) if device not in running}
+        first_era(job, newest["age"][0] + 1, lost.union(newest["lost"]))
         job.set(_REIGN, str(number))
         known = self._voter.electorate
         electorate = Electorate(known.version + 1, tuple(sorted(promised)), self._number)
         with self._lock:
             told = {one: address for one, address in self._addresses.items() if one in promised or one == WITNESS}
         write_electorate(job, electorate, told)
+        for one, address in told.items():  # or who is slow to come here would not be counted as one who stays
+            job.set(_voter(one), json.dumps(address))
         return Reign(number, self._number, (self._answering.address[0], store.port), electorate).to_json()
 
     def _register(self) -> None:
@@ -339,10 +364,12 @@ class Succession:
                 return {"behind": self._reign} if number > self._reign else None
             if not self._open:
                 return {"has_store": True}
+            if asked["ask"] == "decided":
+                return {}
             ballot: Ballot = tuple(asked["ballot"])
             if asked["ask"] == "accept":
                 return self._voter.accept(ballot, asked["value"]).to_json()
-            told = {"running": self._running, "records": self._records, "age": self._age}
+            told = {"running": self._running, "records": self._records, "age": self._age, "lost": self._lost}
             return self._voter.promise(ballot, Electorate.from_json(asked["electorate"]), told).to_json()
 
 

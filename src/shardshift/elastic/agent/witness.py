@@ -13,6 +13,7 @@ from typing import Final
 
 import torch.distributed as dist
 
+from ...coordination.quorum import electorate_of
 from ...coordination.signs import INTERVAL_S, Beats, show
 from ...values import Infeasible
 from ..member import job_store
@@ -57,6 +58,8 @@ def bear_witness(
             pause()
         roster.agree(Terms(name, terms.devices_per_node, terms.min_nodes, terms.max_nodes))
         _refuse_second(stores.nodes, pause)
+        while (known := electorate_of(stores.job)) is not None and WITNESS in known[0].everyone:
+            pause()  # one that was here before may have promised what this one does not know of: until it is dropped
         succession = Succession(WITNESS, terms, store, stores, silence_s=silence_s, say=say)
         with contextlib.closing(succession):
             say(f"witness of job '{name}'")
@@ -64,10 +67,13 @@ def bear_witness(
 
 
 def _watch(stores: Stores, succession: Succession, say: Callable[[str], None], pause: Callable[[], None]) -> None:
-    beat, next_s, assented = 0, 0.0, -1
+    beat, next_s, assented, moves = 0, 0.0, -1, False
     while True:
         pause()
         try:
+            if moves:
+                succession.succeed((), pause)
+                assented, next_s, moves = -1, 0.0, False
             if (era := stores.current()) != assented:
                 succession.assent(era)
                 assented = era
@@ -80,12 +86,10 @@ def _watch(stores: Stores, succession: Succession, say: Callable[[str], None], p
                     say("the job has ended")
                     return
         except dist.DistError:
-            try:
-                succession.succeed((), pause)
-            except MinorityStops as error:
-                say(f"the job has ended, or stopped: {error}")
-                return
-            assented, next_s = -1, 0.0
+            moves = True  # the next one may be lost in the middle of that
+        except MinorityStops as error:
+            say(f"the job has ended, or stopped: {error}")
+            return
 
 
 def _refuse_second(nodes: dist.Store, pause: Callable[[], None]) -> None:

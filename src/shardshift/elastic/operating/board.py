@@ -42,6 +42,7 @@ MOST_WAITING: Final = 32
 """Requests that may wait at a time; leaving devices are always heard."""
 
 _COUNT: Final = "request/count"
+_MARKS: Final = "request/marks"
 _SETTLED: Final = ("done", "refused")
 
 
@@ -160,6 +161,17 @@ class Board:
         record: dict[str, Any] = json.loads(self._store.get(STATUS_KEY))
         return record
 
+    def mark_of(self, name: str) -> str | None:
+        """What was noted under a name, such as which content of a file was posted."""
+        return self._marks().get(name)
+
+    def mark(self, name: str, text: str) -> None:
+        """Note something under a name: the lead's part."""
+        self._store.set(_MARKS, json.dumps(self._marks() | {name: text}))
+
+    def _marks(self) -> dict[str, str]:
+        return dict(json.loads(self._store.get(_MARKS))) if self._store.check([_MARKS]) else {}
+
     def records(self) -> dict[str, str]:
         """All that a store which takes the place of this one has to hold of requests, by key."""
         count = self.count()
@@ -168,7 +180,7 @@ class Board:
             answer = self._written(number)
             if answer is not None and answer.settled and number == self._kept_to + 1:
                 self._kept_to = number  # it changes no more
-        return self._kept | self._there(STATUS_KEY) | {_COUNT: str(count)}
+        return self._kept | self._there(STATUS_KEY, _MARKS) | {_COUNT: str(count)}
 
     def _there(self, *keys: str) -> dict[str, str]:
         return {key: self._store.get(key).decode() for key in keys if self._store.check([key])}

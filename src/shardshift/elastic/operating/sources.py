@@ -53,16 +53,15 @@ class FileSource:
     Args:
         path: the file; it need not be there.
         board: of the job.
-        store: the job's, to note what was posted.
         say: is told of what cannot be read or understood, once for each content; None: a warning in the log.
     """
 
     alike = False
 
-    def __init__(self, path: Path, board: Board, store: dist.Store, say: Say | None = None) -> None:
-        self._path, self._board, self._store = path, board, store
+    def __init__(self, path: Path, board: Board, say: Say | None = None) -> None:
+        self._path, self._board = path, board
         self._say: Say = say or _log.warning
-        self._key = f"file/{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]}"
+        self._key = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]
         self._read: _Seen | None = None
         self._unended: _Seen | None = None
         self._said = ""
@@ -74,6 +73,10 @@ class FileSource:
 
     def settled(self, resize: Resize, refusal: ShardshiftError | None) -> None:
         """Nothing: the board answers."""
+
+    def moved(self, store: dist.Store) -> None:
+        """From now on the board is in another store."""
+        self._board = Board(store)
 
     def look(self) -> int | None:
         """Post what the file asks for, if that is new.
@@ -128,10 +131,14 @@ class FileSource:
             request = Request.parse(wanted[0])
             # By time and content, not by inode: the next lead may see the file through another mount.
             mark = f"{seen[2]}:{hashlib.sha256(content).hexdigest()}"
-            if self._store.check([self._key]) and self._store.get(self._key).decode() == mark:
+            if self._board.mark_of(self._key) == mark:
                 return None
             number = self._board.post(request)
-            self._store.set(self._key, mark)
+            self._board.mark(self._key, mark)
+        except dist.DistError as error:  # a store that is lost: nothing that a peer has done
+            self._read = None
+            self._tell(f"{self._path} could not be posted, and is looked at again: {str(error).partition(chr(10))[0]}")
+            return None
         except (ShardshiftError, UnicodeDecodeError) as error:
             self._tell(f"{self._path} is ignored until it changes: {error}")
             return None
@@ -167,6 +174,12 @@ class Sources:
         """Tell all: a source knows its own changes; two that announced the same one have both got it."""
         for source in self._sources:
             source.settled(resize, refusal)
+
+    def moved(self, store: dist.Store) -> None:
+        """Tell those that use the job's store that it is another one."""
+        for source in self._sources:
+            if (moved := getattr(source, "moved", None)) is not None:
+                moved(store)
 
 
 @contextlib.contextmanager
