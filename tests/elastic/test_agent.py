@@ -26,7 +26,8 @@ from shardshift.elastic.agent.agent import Agent, Launch
 from shardshift.elastic.agent.node import Asked
 from shardshift.elastic.agent.roster import NodeRecord, Roster, Terms
 from shardshift.elastic.agent.witness import bear_witness
-from shardshift.elastic.operating.board import Answer, Board
+from shardshift.elastic.operating.answer import Answer
+from shardshift.elastic.operating.board import Board
 from shardshift.values import ShardshiftError
 
 pytestmark = pytest.mark.timeout(60)

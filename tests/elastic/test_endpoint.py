@@ -22,7 +22,8 @@ import pytest
 import torch.distributed as dist
 
 from shardshift.elastic.operating import endpoint as module
-from shardshift.elastic.operating.board import STATUS_KEY, Answer, Board
+from shardshift.elastic.operating.answer import Answer
+from shardshift.elastic.operating.board import STATUS_KEY, Board
 from shardshift.elastic.operating.endpoint import Endpoint
 from shardshift.elastic.operating.metrics import Metrics
 from shardshift.elastic.operating.request import Request

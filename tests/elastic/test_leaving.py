@@ -25,7 +25,8 @@ from shardshift.coordination.failure import record_failure
 from shardshift.elastic import LocalJob, Member, Resize, job_store
 from shardshift.elastic.agent.leaving import SPARE, UNMEASURED_S, Leaving, Outlook, way_to_leave
 from shardshift.elastic.agent.roster import Stores
-from shardshift.elastic.operating.board import STATUS_KEY, Answer, Board, BoardSource
+from shardshift.elastic.operating.answer import Answer
+from shardshift.elastic.operating.board import STATUS_KEY, Board, BoardSource
 from shardshift.elastic.operating.request import Request
 from shardshift.elastic.status import EVERY_S
 from shardshift.plan.holders import Holders, buddies_of

@@ -33,7 +33,7 @@ def test_without_the_direct_path_gloo_is_closed_again(monkeypatch: pytest.Monkey
     def fail(*_: Any) -> None:
         raise RuntimeError("no store")
 
-    monkeypatch.setattr(ProcessGroupTransport, "gloo", lambda *_: Gloo())
+    monkeypatch.setattr(ProcessGroupTransport, "gloo", lambda *_, **__: Gloo())
     monkeypatch.setattr(SameHostTransport, "over", fail)
     with pytest.raises(RuntimeError, match="no store"):
         connect(dist.HashStore(), 0, 2, 5.0)
