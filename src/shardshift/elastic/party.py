@@ -149,7 +149,8 @@ class Party(Generic[J]):
         found: Derived[J] | Exception | None = derived
         if derived is None and concerned and not proposal.afresh:
             found = transition.derive(proposal)
-        if found is not None and not proposal.lost:
+        # A device that stands by may be lost and hurt nobody: so only those who train wait for one another beforehand.
+        if found is not None and not proposal.lost and {*proposal.participants} <= {*self.course.devices}:
             found = transition.enter_ahead(proposal, found, lambda rank: self._next_place(proposal, rank))
         return Prepared(resize, transition, proposal, found)
 

@@ -72,22 +72,21 @@ class ProcessGroupTransport:
             TransportError: if the devices did not all come within ``timeout_s``.
         """
         ids, limit = device_ids(device, devices), timedelta(seconds=timeout_s)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
-        options._timeout = limit
+        given: Any = limit  # gloo chooses its address itself
         if address is not None:
+            given = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub lacks it
+            given._timeout = limit
             try:
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+                given._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             except RuntimeError as error:
                 raise Infeasible(
                     f"device {device} cannot use address {address!r}: {str(error).splitlines()[0]}; what to do: give "
                     "an address of this host in the network that the state is to go over"
                 ) from error
-        else:
-            options._devices = [dist.ProcessGroupGloo.create_default_device()]
 
         def meet() -> Any:
             # The raw class is what dist.init_process_group makes too; only its stub lacks the base class.
-            group = dist.ProcessGroupGloo(store, ids.index(device), len(ids), options)
+            group = dist.ProcessGroupGloo(store, ids.index(device), len(ids), given)
             # One that closes at once would break the connecting of those that are not done with it.
             store.set(f"connected/{device}", "")
             store.wait([f"connected/{one}" for one in ids], limit)
