@@ -81,6 +81,7 @@ class Process:
 
     process: subprocess.Popen[str]
     is_witness: bool = False
+    ended_s: float = 0.0
     lines: list[tuple[float, str]] = field(default_factory=list)
     news: queue.SimpleQueue[tuple[float, str] | None] = field(default_factory=queue.SimpleQueue)
 
@@ -91,6 +92,7 @@ class Process:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.news.put((time.monotonic(), line.rstrip()))
+        self.ended_s = time.monotonic()
         self.news.put(None)
 
     def until(self, wanted: Callable[[str], bool]) -> tuple[float, str]:
@@ -116,7 +118,7 @@ class Process:
         while (found := self.news.get(timeout=WAIT_S)) is not None:
             self.lines.append(found)
         self.process.wait(WAIT_S)
-        return time.monotonic()
+        return self.ended_s
 
     def take(self) -> None:
         """Take what it has said up to now."""
@@ -169,7 +171,7 @@ def partition(case: Case, losses: dict[int, str]) -> list[Row]:
         first_s = min(_first_step(goers, cut_s + SETTLE_S))
         stopped_s = nodes[case.cut].ends()
         for _ in range(STEPS_AFTER):
-            _first_step(goers, stopped_s)
+            _first_step(goers, max(first_s, stopped_s))
         late = [step for at, step, _ in nodes[case.cut].steps() if at > cut_s + SETTLE_S]
         wrong = [step for node in nodes for _, step, loss in node.steps() if losses.get(step, loss) != loss]
         return [
