@@ -26,7 +26,7 @@ from typing import Final
 import torch.distributed as dist
 from _netns import Hosts, cable_of, obstacle, shaped_hosts
 
-from shardshift.coordination.quorum import electorate_of, who_knows
+from shardshift.coordination.quorum import known_to_all
 from shardshift.elastic import job_store
 from shardshift.elastic.operating.board import Board
 from shardshift.report.bench import Row
@@ -200,11 +200,10 @@ def _all_there(address: str, nodes: int, voters: int) -> None:
     """Wait until all nodes train or stand by, and so many decide on another store, and each of them knows it."""
     store = job_store(dist.TCPStore(address, PORT, timeout=timedelta(seconds=WAIT_S)))
     while True:
-        known = electorate_of(store)
-        if known is not None and known[0].before is None and len(known[0].voters) == voters:
+        known = known_to_all(store)
+        if known is not None and len(known.voters) == voters:
             status = Board(store).status() or {"devices": [], "standby": []}
-            there = len(status["devices"]) + len(status["standby"]) == nodes and len(status["devices"]) == 2
-            if there and who_knows(store, known[0]) == {*known[0].voters}:
+            if len(status["devices"]) + len(status["standby"]) == nodes and len(status["devices"]) == 2:
                 return
         time.sleep(0.1)
 

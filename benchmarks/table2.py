@@ -33,6 +33,7 @@ from baselines.etc import ETC, published
 from baselines.megatron import EasyCkpt, Megatron
 from baselines.megatron_dist import MegatronDist
 from baselines.ours import Pool, moving, transports, whole
+from planner import TABLE_2
 
 from shardshift.models import Catalogue, Model
 from shardshift.plan import Plan
@@ -64,14 +65,7 @@ class Scale:
         where: folders for checkpoints, by what they are called.
     """
 
-    changes: tuple[tuple[str, str, int], ...] = (
-        ("PP8TP1", "PP16TP1", 32),
-        ("PP4TP2", "PP4TP4", 36),
-        ("PP4TP4", "PP4TP2", 36),
-        ("PP4TP2", "PP6TP4", 36),
-        ("PP6TP4", "PP4TP2", 36),
-        ("PP4TP2DP3", "PP4TP8DP1", 36),
-    )
+    changes: tuple[tuple[str, str, int], ...] = TABLE_2
     hidden: int = 384
     vocab: int = 8192
     runs: int = 3

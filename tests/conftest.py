@@ -1,7 +1,9 @@
 """What every test stands on: repeatable Hypothesis runs, one thread a process, and no process left behind."""
 
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -77,6 +79,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from shardshift.elastic import start_fork_server  # here: a run without such tests need not pay for it
 
         start_fork_server(PRELOAD)
+
+
+@pytest.fixture(scope="module")
+def benchmarks() -> Iterator[None]:
+    """The folder of benchmarks on the path, as ``shardshift bench`` has it."""
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    yield
+    sys.path.remove(folder)
 
 
 @pytest.fixture(autouse=True)

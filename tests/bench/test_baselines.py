@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,20 +11,11 @@ import pytest
 
 from shardshift.report.bench import Benchmark, Row
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 PHASES = {
     "Megatron": ("save", "reshard", "load"),
     "torch checkpoint": ("save", "load"),
     "Megatron-Dist": ("save", "load"),
 }
-
-
-@pytest.fixture(scope="module")
-def benchmarks() -> Iterator[None]:
-    """The folder of benchmarks on the path, as ``shardshift bench`` has it."""
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
 
 
 @pytest.fixture

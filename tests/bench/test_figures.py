@@ -9,7 +9,6 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,17 +20,8 @@ from shardshift.report.bench import Benchmark, Curve, Row
 from shardshift.report.charts import save_chart
 from shardshift.values import Mismatch
 
-pytestmark = pytest.mark.alone
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("benchmarks")]
 FIGURES = ("coalescing", "defragmentation", "breakdown", "memory-profile", "loss", "topology")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def benchmarks() -> Iterator[None]:
-    """The folder of benchmarks on the path, as ``shardshift bench`` has it."""
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
 
 
 def load(name: str) -> ModuleType:

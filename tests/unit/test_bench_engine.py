@@ -8,8 +8,6 @@ import importlib
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -23,15 +21,6 @@ from shardshift.report.bench import Benchmark
 from shardshift.values import Kind, Region, Shard, Tensor
 
 WHAT = (["netns", "list"], ["-o", "link"])
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def benchmarks() -> Iterator[None]:
-    """The folder of benchmarks on the path, as ``shardshift bench`` has it."""
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
 
 
 @pytest.fixture

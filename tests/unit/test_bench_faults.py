@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,15 +15,10 @@ import pytest
 from shardshift.report.bench import Benchmark
 from shardshift.values import Region
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture(scope="module")
-def faults() -> Iterator[ModuleType]:
-    """The benchmark, with its folder on the path, as ``shardshift bench`` has it."""
-    sys.path.insert(0, str(FOLDER))
-    yield importlib.import_module("faults")
-    sys.path.remove(str(FOLDER))
+def faults(benchmarks: None) -> ModuleType:
+    return importlib.import_module("faults")
 
 
 def children() -> set[int]:

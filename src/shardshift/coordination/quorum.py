@@ -47,6 +47,14 @@ def who_knows(job: dist.Store, electorate: Electorate) -> set[int]:
     return {one for one in told if int(job.get(_known(one))) >= electorate.version}
 
 
+def known_to_all(job: dist.Store) -> Electorate | None:
+    """The electorate, if it is settled and each of its voters knows it."""
+    known = electorate_of(job)
+    if known is None or known[0].before is not None:
+        return None
+    return known[0] if who_knows(job, known[0]) == {*known[0].voters} else None
+
+
 def assent(era: dist.Store, voter: int) -> None:
     """Let an era be."""
     era.set(_assent(voter), "")

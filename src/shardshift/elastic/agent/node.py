@@ -127,7 +127,6 @@ class NodeLife:
         if self._hosts and self._succession is not None:
             self._presiding = Presiding(self._place.slot, self._stores.job, self._silence_s)
         self._alive: set[int] = set()
-        self._assented = -1
         self._noticed_s: dict[int, float] = {}
 
     def begin(self) -> None:
@@ -218,9 +217,8 @@ class NodeLife:
         return any(any_beats(self._stores.era(era), [device]) for era in range(self._stores.current() + 1))
 
     def _show_life(self) -> None:
-        if self._succession is not None and (era := self._stores.current()) != self._assented:
-            self._succession.assent(era)
-            self._assented = era
+        if self._succession is not None:
+            self._succession.assent()
         now_s = time.monotonic()
         if now_s < self._next_beat_s:
             return

@@ -15,7 +15,7 @@ from typing import Final
 import torch.distributed as dist
 
 from ...coordination.ballot import Electorate
-from ...coordination.quorum import electorate_of, who_knows, write_electorate
+from ...coordination.quorum import electorate_of, known_to_all, who_knows, write_electorate
 from .ask import Address
 from .succession import WITNESS, MinorityStops, address_of
 
@@ -80,12 +80,8 @@ class Presiding:
 
     def is_free(self) -> bool:
         """Whether the others can do without this agent: they decide by themselves on who is next."""
-        known = electorate_of(self._job)
-        if known is None:
-            return False
-        electorate = known[0]
-        free = electorate.before is None and self._number not in electorate.voters
-        return free and {*electorate.voters} <= who_knows(self._job, electorate)
+        electorate = known_to_all(self._job)
+        return electorate is not None and self._number not in electorate.voters
 
     def _write(self, electorate: Electorate) -> None:
         write_electorate(self._job, electorate, self._addresses([*electorate.everyone, WITNESS]))

@@ -123,25 +123,19 @@ class Succession:
         self._lost: tuple[int, ...] = ()
         self._age = (-1, -1)
         self._moved = False
-        self._said = -1
+        self._said = self._assented = -1
         self._running: tuple[int, ...] = ()
         self._mine: dict[int, dist.TCPStore] = {}
         self._dead: set[int] = set()
         self._board = Board(stores.job)
         self._answering = Answering(own_address(store), self._answer)
         self._register()
-
         self.patience_s = 2 * silence_s + 10.0
 
     @property
     def reign(self) -> int:
         """The number of the present one."""
         return self._reign
-
-    @property
-    def electorate(self) -> Electorate:
-        """The newest that this agent knows."""
-        return self._voter.electorate
 
     def close(self) -> None:
         """Answer nobody any more."""
@@ -165,10 +159,13 @@ class Succession:
             say_known(job, self._number, known[0].version)
             self._said = known[0].version
 
-    def assent(self, era: int) -> None:
-        """Let an era of the present store be: without a quorum that does, its survivors do not go on."""
+    def assent(self) -> None:
+        """Let the present era be, if it is a new one: without a quorum that does, its survivors do not go on."""
+        if (era := self._stores.current()) == self._assented:
+            return
         self._keep()  # before: of those who promise, one has let the last era be, and must know who was lost before it
         assent(self._stores.era(era), self._number)
+        self._assented = era
 
     def _keep(self) -> None:
         """Keep what a successor needs."""
@@ -221,7 +218,7 @@ class Succession:
                 self._store = store
                 self._stores.move(job_store(store))
                 self._board = Board(self._stores.job)
-                self._moved, self._said = True, -1
+                self._moved, self._said, self._assented = True, -1, -1
                 self._register()
                 with self._lock:
                     self._open = False

@@ -67,16 +67,14 @@ def bear_witness(
 
 
 def _watch(stores: Stores, succession: Succession, say: Callable[[str], None], pause: Callable[[], None]) -> None:
-    beat, next_s, assented, moves = 0, 0.0, -1, False
+    beat, next_s, moves = 0, 0.0, False
     while True:
         pause()
         try:
             if moves:
                 succession.succeed((), pause)
-                assented, next_s, moves = -1, 0.0, False
-            if (era := stores.current()) != assented:
-                succession.assent(era)
-                assented = era
+                next_s, moves = 0.0, False
+            succession.assent()
             if (now_s := time.monotonic()) >= next_s:
                 show(stores.nodes, WITNESS, beat)
                 beat, next_s = beat + 1, now_s + INTERVAL_S
