@@ -16,9 +16,10 @@ from tests.megatron.training import PlainJob, Training, training
 
 import shardshift as ss
 from shardshift import Member, ParallelConfig, Unaccounted
+from shardshift.adapters.account import Audit
+from shardshift.adapters.claims import Fate
 from shardshift.adapters.megatron import world
-from shardshift.adapters.megatron.audit import Audit, audit, by_path, roots
-from shardshift.adapters.megatron.claims import Fate
+from shardshift.adapters.megatron.audit import audit, by_path, roots
 from shardshift.adapters.megatron.features import features, refuse
 from shardshift.adapters.megatron.job import unwrapped
 from shardshift.adapters.reach import reach

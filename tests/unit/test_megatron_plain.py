@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.megatron.harness import Send, run_processes
 
 from shardshift.adapters.megatron.alike import differing, refuse_differing
-from shardshift.adapters.megatron.plain import digest, dump, load, pack, unpack
+from shardshift.adapters.plain import digest, dump, load, pack, unpack
 from shardshift.values import Mismatch, Unaccounted
 
 PLAIN = st.recursive(

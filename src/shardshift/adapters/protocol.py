@@ -44,7 +44,7 @@ def audit(job: Auditable) -> Any:
     """Account for every tensor that a live job reaches, on this rank: nothing is asked of others, nothing changed.
 
     Returns:
-        For a Megatron job an ``adapters.megatron.audit.Audit``: per tensor its path and what becomes of it in a change
+        An ``adapters.account.Audit``: per tensor its path and what becomes of it in a change
         of layout (carried, goes along by value, rebuilt, derived, or *unknown*), bytes of each, ``unknown`` by
         path, and ``check()``, which raises for these. ``print`` shows the sums.
 

@@ -15,12 +15,13 @@ import torch
 from ...models.load import Load, load_of
 from ...models.step import Step
 from ...values import Infeasible, Kind, Mismatch, ParallelConfig, Shard
+from ..account import Audit
 from ..protocol import Place
 from ..reach import reach
 from . import carry, mark, microbatches, world
 from . import optimizer as optim
 from .ahead import Standing
-from .audit import Audit, roots
+from .audit import roots
 from .build import release
 from .change import Live, MegatronChange, audit_of
 from .divide import refuse_indivisible

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ..imagined import REGISTRIES
 from ..protocol import Place
 from ..sockets import Sockets
 from . import world
@@ -76,7 +77,7 @@ class Ahead:
         self._groups = [group for group in c10d._world.pg_map if group not in before]
         self._names = {group: c10d._world.pg_names[group] for group in self._groups}
         self._registered: list[dict[Any, Any]] = []
-        for name in world.REGISTRIES:
+        for name in REGISTRIES:
             registry: dict[Any, Any] = getattr(c10d._world, name)
             self._registered.append({group: registry.pop(group) for group in self._groups if group in registry})
         self._tags: dict[str, list[Any]] = {}
@@ -90,7 +91,7 @@ class Ahead:
 
     def install(self) -> None:
         """Make it the present world; there must be none."""
-        for name, registered in zip(world.REGISTRIES, self._registered, strict=True):
+        for name, registered in zip(REGISTRIES, self._registered, strict=True):
             getattr(c10d._world, name).update(registered)
         for tag, groups in self._tags.items():
             if groups:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...values import Mismatch
-from .plain import digest
+from ..plain import digest
 
 
 def differing(group: dist.ProcessGroup, values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -26,19 +26,17 @@ be unknown).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 
-from ...values import Unaccounted
+from ..account import Audit, judged
+from ..claims import Claims, Fate, Places, nbytes
 from ..reach import Found, Reached, reach
 from . import extras, hooks
-from .claims import CLAIMED, Address, Claims, Fate, Places, joined, nbytes
 from .job import gradient_buffers, unwrapped
 
 
@@ -58,80 +56,6 @@ class Holds(Protocol):
         """The scheduler, or None."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor that was found.
-
-    Attributes:
-        path: how it is reached.
-        fate: what becomes of it.
-        by: by which rule, or as what it is carried.
-        nbytes: of the tensor itself; views of one storage overlap.
-    """
-
-    path: str
-    fate: Fate
-    by: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """What a job reaches, tensor by tensor.
-
-    Attributes:
-        entries: every tensor, array and generator, in order of the walk.
-        bytes_by_fate: bytes of storages, each counted once.
-        storages: how many there are.
-        unreached: labels of carried tensors that the job does not reach: it would go on without them.
-    """
-
-    entries: tuple[Entry, ...]
-    bytes_by_fate: Mapping[Fate, int]
-    storages: int
-    unreached: tuple[str, ...] = ()
-
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Paths of what no rule covers."""
-        return tuple(entry.path for entry in self.entries if entry.fate is Fate.UNKNOWN)
-
-    def rows(self) -> tuple[tuple[str, int, int], ...]:
-        """Per fate that occurs: its name, tensors, bytes."""
-        tensors = Counter(entry.fate for entry in self.entries)
-        return tuple(
-            (str(fate), tensors[fate], size)
-            for fate in Fate
-            if (size := self.bytes_by_fate.get(fate, 0)) or tensors[fate]
-        )
-
-    def check(self) -> None:
-        """Raise if there is anything unknown.
-
-        Raises:
-            Unaccounted: naming it.
-        """
-        if self.unreached:
-            raise Unaccounted(
-                f"the adapter would move {', '.join(self.unreached[:8])}, which the job does not hold any more; "
-                "nothing was moved. What to do: report this, it is a fault of shardshift's",
-                self.unreached,
-            )
-        if not self.unknown:
-            return
-        shown = ", ".join(self.unknown[:8]) + (f" and {len(self.unknown) - 8} more" if len(self.unknown) > 8 else "")
-        raise Unaccounted(
-            f"the job holds {self.bytes_by_fate[Fate.UNKNOWN]} bytes that no rule covers: {shown}; nothing was moved. "
-            "What to do: make such tensors parameters or registered buffers if they are state, build them on an "
-            "explicit device if they follow from the configuration, or drop them before the change",
-            self.unknown,
-        )
-
-    def __str__(self) -> str:
-        lines = [f"{name:<10}{tensors:>8} tensors{size:>16,} bytes" for name, tensors, size in self.rows()]
-        return "\n".join([*lines, *(f"unknown: {path}" for path in self.unknown)])
-
-
 def audit(
     job: Holds,
     carried: Mapping[str, torch.Tensor],
@@ -148,7 +72,7 @@ def audit(
     """
     found = found or reach(roots(job))
     places = Places()
-    claims, whole = Claims(places), Claims(places)
+    claims = Claims(places)
     for label, tensor in carried.items():
         claims.add(tensor, Fate.CARRIED, label)
     for fate, by, tensor in _buffers(job.model):
@@ -161,21 +85,7 @@ def audit(
                 rule = Fate.DERIVED, "equal in the job built on the meta device"
             if rule is not None:
                 claims.add(each.value, *rule)
-    entries = []
-    for each in found.state:
-        fate, by = claims.judge(each.value) if isinstance(each.value, torch.Tensor) else _other(each, built)
-        entries.append(Entry(each.path, fate, by, nbytes(each.value)))
-        if isinstance(each.value, torch.Tensor):
-            whole.add(each.value, fate, by)
-    unreached = tuple(
-        label for label, tensor in carried.items() if (at := places.of(tensor)) and at[0] not in whole.sizes
-    )
-    strange = {
-        at[0]
-        for entry, each in zip(entries, found.state, strict=True)
-        if entry.fate is Fate.UNKNOWN and isinstance(each.value, torch.Tensor) and (at := places.of(each.value))
-    }
-    return Audit(tuple(entries), *_count(claims, whole, entries, found.state, strange), unreached)
+    return judged(found.state, claims, places, lambda each: _other(each, built), carried)
 
 
 def roots(job: Holds) -> dict[str, object]:
@@ -290,31 +200,3 @@ def _other(found: Found, built: Mapping[str, Any] | None) -> tuple[Fate, str]:
     if nbytes(found.value) == 0 or _is_derived(found, built):
         return Fate.DERIVED, "equal in the job built on the meta device"
     return _leftover(found) or (Fate.UNKNOWN, type(found.value).__name__)
-
-
-def _count(
-    claims: Claims, whole: Claims, entries: Sequence[Entry], state: Sequence[Found], strange: Collection[Address]
-) -> tuple[dict[Fate, int], int]:
-    """Bytes of every storage that is reached, by fate, each byte once; ``strange`` are those with unknown tensors."""
-    total: Counter[Fate] = Counter()
-    for storage, size in whole.sizes.items():
-        reached = 0
-        if (alone := claims.alone(storage)) is not None:
-            total[alone[0]] += alone[1]
-            reached = alone[1]
-        else:
-            for fate in CLAIMED:
-                upto = sum(stop - start for start, stop in claims.covered(storage, fate))
-                total[fate] += upto - reached
-                reached = upto
-        if storage in strange:
-            every = joined([*claims.covered(storage, Fate.DERIVED), *whole.covered(storage, Fate.UNKNOWN)])
-            before, reached = reached, sum(stop - start for start, stop in every)
-            total[Fate.UNKNOWN] += reached - before
-        total[Fate.SLACK] += size - reached
-    others = 0
-    for entry, each in zip(entries, state, strict=True):
-        if not isinstance(each.value, torch.Tensor):
-            total[entry.fate] += entry.nbytes
-            others += 1
-    return {fate: total[fate] for fate in Fate}, len(whole.sizes) + others

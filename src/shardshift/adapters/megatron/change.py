@@ -14,12 +14,13 @@ import megatron.core.tensor_parallel.random as megatron_random
 import torch
 
 from ...values import Kind, Layout, Mismatch, Region, Shard, Unaccounted
+from ..account import Audit
 from ..protocol import Place
 from ..reach import Reached, reach
 from . import carry, extras, microbatches, scaler, world
 from . import optimizer as optim
 from .ahead import Ahead, Standing
-from .audit import Audit, audit, roots
+from .audit import audit, roots
 from .build import materialise, set_buffers, set_parameters
 from .features import features, refuse
 from .grid import Grid

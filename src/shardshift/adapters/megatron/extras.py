@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 import torch
 
 from ...values import Mismatch, ParallelConfig, Unaccounted
-from .plain import digest_of_packed, pack, unpack
+from ..plain import digest_of_packed, pack, unpack
 
 Modules = Iterable[tuple[str, torch.nn.Module]]
 """Modules of a rank by logical name: layers and experts by their number in the whole model."""

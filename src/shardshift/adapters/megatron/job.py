@@ -11,9 +11,9 @@ import torch
 from ...values import Coordinate, ExpertCoordinate, Mismatch, ParallelConfig
 
 if TYPE_CHECKING:
+    from ..account import Audit
     from ..reach import Reached
     from ..sockets import Sockets
-    from .audit import Audit
     from .mark import Mark
     from .present import Present
 

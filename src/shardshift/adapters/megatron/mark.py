@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 from ...values import Mismatch
+from ..plain import pack
 from . import carry, extras, groups, microbatches, rerun, rng, scaler
 from . import optimizer as optim
 from .change import Live
 from .job import DataPosition, Job
 from .names import Where
-from .plain import pack
 from .records import JobRecord, RankRecord, alone
 
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ...values import Mismatch, ParallelConfig, Unaccounted
+from ..plain import dump, load, pack, unpack
 from . import alike, extras, scaler
 from .early import EARLY, completed, parted
 from .extras import ExtraState
 from .groups import GroupRecord, Groups
-from .plain import dump, load, pack, unpack
 from .rng import Origins, Streams
 
 _JOB: Final = "job"

@@ -14,7 +14,7 @@ from typing import Any
 import megatron.core.rerun_state_machine as megatron_rerun
 
 from ...values import Unaccounted
-from .plain import pack, unpack
+from ..plain import pack, unpack
 
 _LARGEST = ("large_value_counts", "max_values")
 _CARRIED = ("current_iteration", *_LARGEST)

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from ...values import Mismatch, ParallelConfig
-from .plain import digest
+from ..plain import digest
 from .versions import for_tracker
 
 Streams = dict[str, Any]

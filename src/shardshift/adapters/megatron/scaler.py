@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from ...values import Mismatch
-from .plain import digest_of_packed, pack, unpack
+from ..plain import digest_of_packed, pack, unpack
 
 
 def capture(optimizer: Any, where: str) -> dict[str, Any]:

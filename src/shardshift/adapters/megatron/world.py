@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,6 @@ from datetime import timedelta
 from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -31,6 +29,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch.distributed import distributed_c10d as c10d
 
 from ...values import ParallelConfig
+from ..imagined import imagined_world, undisturbed_generators
 from ..protocol import Place
 from ..sockets import Sockets
 from .sharing import shared_groups
@@ -47,8 +46,6 @@ def set_megatron_state(state: Mapping[str, Any]) -> None:
         setattr(parallel_state, name, value)
 
 
-REGISTRIES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "pg_coalesce_state")
-"""Of groups, in torch."""
 _LINGER_S = 1.0
 _GROUPS = 1_000_000
 """More than a world ever has."""
@@ -234,33 +231,15 @@ def virtual_rank(config: ParallelConfig, rank: int) -> Iterator[None]:
 
     Random number generators are as before on leaving, whatever was built inside.
     """
-    # Known only to torch's own tests: the fake group is in the library, its store there.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    real_world, group_count, init_method = c10d.GroupMember.WORLD, c10d._world.group_count, c10d._default_pg_init_method
-    registries: list[dict[Any, Any]] = [getattr(c10d._world, name) for name in REGISTRIES]
-    real_groups = [dict(registry) for registry in registries]
-    real_tags = {tag: list(groups) for tag, groups in c10d._world.tags_to_pg.items()}
-    real_state, excepthook = megatron_state(), sys.excepthook
-    c10d._update_default_pg(None)
+    real_state = megatron_state()
     try:
-        with undisturbed_rng():
-            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.world_size)
+        with undisturbed_rng(), imagined_world(rank, config.world_size):
             forget()
             # With groups for the host: an optimizer may ask for them.
             initialize(config, timeout_s=60.0, gloo=torch.cuda.is_available())
             megatron_random.model_parallel_cuda_manual_seed(0)  # building may want the streams to exist
             yield
     finally:
-        c10d._update_default_pg(real_world)
-        # Not dist.destroy_process_group: with no real world it destroys all groups there are.
-        for group in c10d._world.pg_map.keys() - real_groups[0].keys():
-            c10d._unregister_process_group(group.group_name)
-        for registry, real in zip((*registries, c10d._world.tags_to_pg), (*real_groups, real_tags), strict=True):
-            registry.clear()
-            registry.update(real)
-        c10d._world.group_count, c10d._default_pg_init_method = group_count, init_method
-        sys.excepthook = excepthook
         set_megatron_state(real_state)
 
 
@@ -338,14 +317,8 @@ def undisturbed_rng() -> Iterator[None]:
     """Every generator that a training job draws from is as before on leaving."""
     tracker = megatron_random.get_cuda_rng_tracker()
     tracked = {name: copy.copy(value) for name, value in vars(tracker).items()}
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu)
-        vars(tracker).update(tracked)
+    with undisturbed_generators():
+        try:
+            yield
+        finally:
+            vars(tracker).update(tracked)

@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ...values import Unaccounted
+from ..values import Unaccounted
 
 _TAG: Final = "shardshift:packed"
 _KEPT: Final = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype)
