@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardshift import Mismatch, ParallelConfig
-from shardshift.adapters.megatron.groups import GroupRecord
+from shardshift.adapters.groups import GroupRecord
 from shardshift.adapters.megatron.records import Companions, JobRecord, RankRecord, alone
 
 TP2 = ParallelConfig(tp=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardshift import Mismatch
-from shardshift.adapters.megatron.groups import GroupRecord, Groups
+from shardshift.adapters.groups import GroupRecord, Groups
 
 
 def of(lr: float, *names: str, step: float | None = None) -> GroupRecord:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shardshift import ParallelConfig
-from shardshift.adapters.megatron import extras, hooks
+from shardshift.adapters import hooks
+from shardshift.adapters.megatron import extras
 from shardshift.adapters.megatron.alike import differing_from, digests
 from shardshift.adapters.megatron.extras import ExtraState
 from shardshift.adapters.megatron.records import RankRecord

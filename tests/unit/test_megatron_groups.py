@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardshift.adapters.megatron import groups
-from shardshift.adapters.megatron.groups import Groups
+from shardshift.adapters import groups
+from shardshift.adapters.groups import Groups
 from shardshift.adapters.megatron.records import RankRecord
 from shardshift.values import Mismatch, Unaccounted
 

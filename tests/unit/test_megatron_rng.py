@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from shardshift import ParallelConfig
+from shardshift.adapters.generators import Streams
 from shardshift.adapters.megatron import rng
 from shardshift.adapters.megatron.alike import differing_from, digests
 from shardshift.adapters.megatron.records import JobRecord, RankRecord
@@ -47,8 +48,8 @@ def draw(generators: Generators) -> dict[str, float]:
 
 
 def carry(
-    before: ParallelConfig, live: Mapping[int, rng.Streams], after: ParallelConfig, generation: int = 1, seen: Any = ()
-) -> tuple[dict[int, rng.Streams], rng.Origins, dict[int, bytes]]:
+    before: ParallelConfig, live: Mapping[int, Streams], after: ParallelConfig, generation: int = 1, seen: Any = ()
+) -> tuple[dict[int, Streams], rng.Origins, dict[int, bytes]]:
     """Each new rank's streams, through real records; what was read; the records' bytes by rank."""
     contents: dict[int, bytes] = {}
     for rank, streams in live.items():
@@ -70,7 +71,7 @@ def go_on(streams: Mapping[str, torch.Tensor]) -> Generators:
     return generators
 
 
-def states(generators: Generators) -> rng.Streams:
+def states(generators: Generators) -> Streams:
     return {name: generator.get_state() for name, generator in generators.items()}
 
 

@@ -35,7 +35,8 @@ KINDS: Final = (
     Kind.MAX_EXP_AVG_SQ,
     Kind.MOMENTUM,
 )
-"""Kinds as they are needed."""
+"""Kinds as they are needed; whatever else an optimizer keeps comes last."""
+PLACES: Final = len(KINDS) + 1
 
 _NEED: Final = {kind: place for place, kind in enumerate(KINDS)}
 
@@ -47,7 +48,7 @@ class NeedOrder:
     Attributes:
         at: per tensor its rank (0 is needed first; all differ) and its position in bytes.
         position: the positions again, as the layout lists its tensors, shape (tensors,).
-        kind: likewise the place of a tensor's kind in ``KINDS``, shape (tensors,).
+        kind: likewise the place of a tensor's kind in ``KINDS``, shape (tensors,); ``PLACES - 1`` for all others.
     """
 
     at: dict[Tensor, tuple[int, int]]
@@ -61,7 +62,7 @@ class NeedOrder:
         if not tensors:
             return cls({}, np.empty(0, np.int64), np.empty(0, np.int64))
         count = len(tensors)
-        kind = np.array([_NEED[tensor.kind] for tensor in tensors], np.int64)
+        kind = np.array([_NEED.get(tensor.kind, len(KINDS)) for tensor in tensors], np.int64)
         order = np.argsort(kind, kind="stable")  # by kind, then as the layout lists them
         place = np.empty(count, np.int64)
         place[order] = np.arange(count)
@@ -77,12 +78,12 @@ class NeedOrder:
         line = np.argsort(role * count + place[tensor], kind="stable")
         tensor, role, held_bytes = tensor[line], role[line], held_bytes[line]
         before_bytes = np.cumsum(held_bytes) - held_bytes
-        group = role * len(_NEED) + kind[tensor]
+        group = role * PLACES + kind[tensor]
         begins = np.flatnonzero(np.diff(group, prepend=-1))
         lengths = np.diff(np.append(begins, len(group)))
         before_bytes -= np.repeat(before_bytes[begins], lengths)
 
-        of_kind_bytes = np.zeros(len(_NEED), np.int64)
+        of_kind_bytes = np.zeros(PLACES, np.int64)
         np.maximum.at(of_kind_bytes, kind[tensor], before_bytes + held_bytes)
         position = np.full(count, np.iinfo(np.int64).max)
         np.minimum.at(position, tensor, before_bytes)

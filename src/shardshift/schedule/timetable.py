@@ -42,7 +42,7 @@ from ..plan.cells import Cells
 from ..plan.lists import distinct
 from ..values import Tensor
 from ..values.boxes import Ints, expand
-from .need import KINDS, NeedOrder
+from .need import PLACES, NeedOrder
 
 MOST_CELLS: Final = 20_000
 """Cells that move, at most. With a distributed optimizer on very many ranks there are more, each of few devices: the
@@ -97,7 +97,7 @@ class Timetable:
         few = len(moves) <= MANY_MOVES
         lanes, copies = _device_lanes(moves, first) if few else (_role_lanes(cells, moved), np.ones_like(moved))
         count = 1 + max(map(max, lanes))
-        start, by_cell = np.zeros((epochs, len(cells), len(KINDS)), np.int64), np.ones(len(cells), np.int64)
+        start, by_cell = np.zeros((epochs, len(cells), PLACES), np.int64), np.ones(len(cells), np.int64)
         for number in range(epochs):
             task_bytes, needed_at = tasks.of_epoch(None if epochs == 1 else np.flatnonzero(epoch == number))
             if few:
@@ -180,11 +180,11 @@ class _Tasks:
             start = np.searchsorted(self.joint, joints)
             _, at = expand(start, np.searchsorted(self.joint, joints, side="right") - start)
         far = np.iinfo(np.int64).max
-        joint_itemsize = np.zeros((len(cells.itemsizes), len(KINDS)), np.int64)
+        joint_itemsize = np.zeros((len(cells.itemsizes), PLACES), np.int64)
         np.add.at(joint_itemsize, (cells.joint_of[of], need.kind[of]), cells.curr.itemsizes[of])
         joint_at = np.full(joint_itemsize.shape, far)
         np.minimum.at(joint_at, (cells.joint_of[of], need.kind[of]), need.position[of])
-        task_bytes = np.zeros((self.count, len(KINDS)), np.int64)
+        task_bytes = np.zeros((self.count, PLACES), np.int64)
         np.add.at(task_bytes, self.task[at], self.volume[at][:, None] * joint_itemsize[self.joint[at]])
         needed_at = np.full(task_bytes.shape, far)
         np.minimum.at(needed_at, self.task[at], joint_at[self.joint[at]])
@@ -225,7 +225,7 @@ def _role_lanes(cells: Cells, moved: Ints) -> list[list[int]]:
 def _by_kind(lasts: Ints, needed_at: Ints, lanes: list[list[int]], lane_count: int) -> Ints:
     """When tasks start, kind after kind; all of shape (cells, kinds), 0 for kinds that a cell has not."""
     start, free = np.zeros_like(lasts), [0] * lane_count
-    for kind in range(len(KINDS)):
+    for kind in range(PLACES):
         tasks = np.flatnonzero(lasts[:, kind])
         tasks = tasks[np.argsort(needed_at[tasks, kind], kind="stable")]
         start[tasks, kind] = _pass(lasts[tasks, kind].tolist(), [lanes[task] for task in tasks.tolist()], free)

@@ -149,6 +149,7 @@ class _Worker:
         self._poll = select.poll()
         self._poll.register(self._waker, select.POLLIN)
         self._by_fd: dict[int, Wire] = {}
+        self._blocked = set[int]()  # peers of wires whose sockets are watched for room
         for wire in self._wires.values():
             for fd in (wire.link.socket.fileno(), wire.link.pidfd):
                 self._by_fd[fd] = wire
@@ -224,7 +225,7 @@ class _Worker:
             self._orders.popleft()()
         busy = False
         for wire in self._wires.values():
-            if not wire.fault:
+            if wire.due and not wire.fault:  # a device may have hundreds of peers, and bytes for a few of them
                 busy |= self._on(wire, Wire.step)
         for fd, _ in self._poll.poll(0 if busy or self._orders or self._stopping else None):
             if fd == self._waker:
@@ -238,7 +239,8 @@ class _Worker:
         """Do something with a wire; break it if that fails."""
         try:
             more = bool(act(wire))
-            if not wire.fault:
+            if wire.blocked != (wire.link.peer in self._blocked) and not wire.fault:
+                self._blocked ^= {wire.link.peer}
                 events = select.POLLIN | (select.POLLOUT if wire.blocked else 0)
                 self._poll.modify(wire.link.socket.fileno(), events)
             return more

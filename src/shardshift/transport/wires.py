@@ -1,6 +1,6 @@
 """What goes over the socket between two processes of one host, while one reads the other's memory.
 
-1. The sender of a message *offers* it, in pieces: tables of up to ``IOV_MAX`` runs of its memory, or of a bounce buffer
+1. The sender of a message *offers* it, in pieces: tables of up to ``IOV_MAX`` runs of its memory and of a bounce buffer
    that short runs were packed in; a small message is sent itself (``offers``).
 2. The receiver takes offers in their order, as soon as it has been asked for a message: it reads the runs (or takes the
    bytes) into the runs of its own parts, and acknowledges. Parts with short runs are filled by way of a scratch buffer.
@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from .offers import INLINE_BYTES, Bounces, Pack, Say, offers_of, prepared
+from .offers import INLINE_BYTES, Bounces, Read, Say, offers_of, prepared
 from .probe import IOV_MAX, Link, MemoryReader
 from .protocol import Message, TransportError
 from .views import Runs, one_run, segments, spread
@@ -148,6 +148,12 @@ class Wire:
         self._alive.register(link.pidfd, select.POLLIN)
 
     @property
+    def due(self) -> bool:
+        """Whether ``step`` may find something to do."""
+        takes = self._acks or (self._inbox and self._asked)
+        return bool(takes or self._out or (self._given and len(self._open) < WINDOW))
+
+    @property
     def blocked(self) -> bool:
         """Whether packets wait for room in the socket."""
         return bool(self._out)
@@ -242,7 +248,7 @@ class Wire:
         """Offer what is ahead of a message; whether there was room for it."""
         offer, bounce = departure.ahead, None
         assert offer is not None
-        if isinstance(offer, Pack):
+        if isinstance(offer, Read) and offer.packs:
             bounce = self._bounces.take(only=all(held is None for _, held in self._open))
             if bounce is None:
                 return False

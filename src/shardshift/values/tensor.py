@@ -11,7 +11,10 @@ from .region import Region
 
 
 class Kind(StrEnum):
-    """What a logical tensor is (the paper's workload types, section III-D), optimizer state by torch's name."""
+    """What a logical tensor is (the paper's workload types, section III-D), optimizer state by torch's name.
+
+    Optimizers may keep anything, so kinds are open: ``Kind("square_avg")`` is one, too.
+    """
 
     PARAM = "param"
     MASTER = "fp32_master"
@@ -20,6 +23,15 @@ class Kind(StrEnum):
     MAX_EXP_AVG_SQ = "max_exp_avg_sq"
     MOMENTUM = "momentum_buffer"
     BUFFER = "buffer"
+    GRAD = "grad"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Kind | None:
+        if not (isinstance(value, str) and value.isidentifier()):
+            return None
+        kind = str.__new__(cls, value)
+        kind._name_, kind._value_ = value, value
+        return cls._value2member_map_.setdefault(value, kind)  # type: ignore[return-value]  # one object for one kind
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -33,10 +33,11 @@ import numpy as np
 import torch
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 
+from .. import hooks
 from ..account import Audit, judged
 from ..claims import Claims, Fate, Places, nbytes
 from ..reach import Found, Reached, reach
-from . import extras, hooks
+from . import extras
 from .job import gradient_buffers, unwrapped
 
 

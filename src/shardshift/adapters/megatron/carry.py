@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ...values import Unaccounted
-from . import alike, extras, groups, hooks, microbatches, rerun, rng, scaler
+from .. import groups, hooks
+from . import alike, extras, microbatches, rerun, rng, scaler
 from . import optimizer as optim
 from .job import Job, unwrapped
 from .names import named_modules

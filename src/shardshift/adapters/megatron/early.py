@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ...values import ParallelConfig
-from .groups import GroupRecord
+from ..groups import GroupRecord
 from .rng import home
 
 if TYPE_CHECKING:

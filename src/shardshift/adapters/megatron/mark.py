@@ -26,8 +26,10 @@ from typing import Any
 import torch
 
 from ...values import Mismatch
+from .. import groups
+from ..generators import Streams
 from ..plain import pack
-from . import carry, extras, groups, microbatches, rerun, rng, scaler
+from . import carry, extras, microbatches, rerun, rng, scaler
 from . import optimizer as optim
 from .change import Live
 from .job import DataPosition, Job
@@ -59,7 +61,7 @@ class Mark:
     record: JobRecord
     groups: Sequence[Mapping[str, Any]]
     steps: Mapping[torch.Tensor, Mapping[str, Any]]
-    streams: rng.Streams
+    streams: Streams
     extra_state: Mapping[str, Any]
     scalers: Mapping[str, Any]
 

@@ -20,12 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ...values import Mismatch, ParallelConfig, Unaccounted
+from ..generators import Streams
+from ..groups import GroupRecord, Groups
 from ..plain import dump, load, pack, unpack
 from . import alike, extras, scaler
 from .early import EARLY, completed, parted
 from .extras import ExtraState
-from .groups import GroupRecord, Groups
-from .rng import Origins, Streams
+from .rng import Origins
 
 _JOB: Final = "job"
 _RANK: Final = "rank"

@@ -19,22 +19,18 @@ shared is seen, not assumed.
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import megatron.core.tensor_parallel.random as megatron_random
-import numpy as np
 import torch
 
 from ...values import Mismatch, ParallelConfig
+from .. import generators
+from ..generators import Streams, begun
 from ..plain import digest
 from .versions import for_tracker
-
-Streams = dict[str, Any]
-"""Per stream its state: torch's defaults, Python's, NumPy's and the tracker's, all as plain values or tensors."""
 
 _TRACKER: Final = "tracker:"
 _SHARED: Final = ("python", "numpy", "torch", "cuda", f"{_TRACKER}data-parallel-rng")
@@ -56,17 +52,8 @@ def home(stream: str, config: ParallelConfig, rank: int, *, individual: bool = F
 
 def capture() -> Streams:
     """The state of every stream of this process."""
-    name, keys, position, has_gauss, gauss = _numpy_state(np.random.get_state(legacy=True))
-    version, words, next_gauss = random.getstate()
-    streams: Streams = {
-        "python": (version, torch.tensor(words), next_gauss),  # 625 numbers by themselves are slow to pack and compare
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
-        "torch": torch.get_rng_state().clone(),
-    }
-    if torch.cuda.is_available():
-        streams["cuda"] = torch.cuda.get_rng_state()
     tracker = megatron_random.get_cuda_rng_tracker().get_states()
-    return streams | {f"{_TRACKER}{stream}": _state_of(state) for stream, state in tracker.items()}
+    return generators.captured() | {f"{_TRACKER}{stream}": _state_of(state) for stream, state in tracker.items()}
 
 
 def published(streams: Streams, differing: Iterable[str] | None) -> Streams:
@@ -174,58 +161,19 @@ class Origins:
             if same:
                 found[stream] = self.streams[min(same)][stream]
             else:
-                found[stream] = _begin(stream, self.streams[min(holders)][stream], at, generation)
+                found[stream] = begun(stream, self.streams[min(holders)][stream], at, generation)
         return found
 
 
 def install(streams: Streams) -> None:
     """Set this process's streams; the tracker has those that are given and no others."""
-    tracker: dict[str, Any] = {}
-    for stream, state in streams.items():
-        if stream == "python":
-            version, words, next_gauss = state
-            random.setstate((version, tuple(words.tolist()) if isinstance(words, torch.Tensor) else words, next_gauss))
-        elif stream == "numpy":
-            name, keys, *rest = state
-            np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-        elif stream == "torch":
-            torch.set_rng_state(state)
-        elif stream == "cuda":
-            if torch.cuda.is_available():
-                torch.cuda.set_rng_state(state)
-        else:
-            tracker[stream.removeprefix(_TRACKER)] = for_tracker(state)
+    tracked = {name: state for name, state in streams.items() if name.startswith(_TRACKER)}
+    generators.install({name: state for name, state in streams.items() if name not in tracked})
+    tracker = {name.removeprefix(_TRACKER): for_tracker(state) for name, state in tracked.items()}
     megatron_random.get_cuda_rng_tracker().set_states(tracker)
-
-
-def _begin(stream: str, origin: Any, at: str, generation: int) -> Any:
-    """The state that a stream starts from at a home that did not exist before."""
-    content = origin.numpy().tobytes() if isinstance(origin, torch.Tensor) else repr(_listed(origin)).encode()
-    text = f"\0{stream}\0change {generation}\0{at}"
-    seed = int.from_bytes(hashlib.sha256(b"shardshift rng\0" + content + text.encode()).digest()[:8], "little") >> 1
-    if stream == "python":
-        return random.Random(seed).getstate()
-    if stream == "numpy":
-        name, keys, *rest = _numpy_state(np.random.RandomState(seed % 2**32).get_state(legacy=True))
-        return (name, torch.from_numpy(keys.astype(np.int64)), *rest)
-    # A state of a GPU's generator is 16 bytes (seed and offset), one of a CPU's 5056: it says itself what it is of.
-    on_gpu = torch.cuda.is_available() and isinstance(origin, torch.Tensor) and origin.numel() <= _LARGEST_GPU_STATE
-    return torch.Generator("cuda" if on_gpu else "cpu").manual_seed(seed).get_state()
-
-
-_LARGEST_GPU_STATE: Final = 64
-"""Bytes."""
 
 
 def _state_of(state: Any) -> torch.Tensor:
     """A tracker's state as a tensor on CPU: with CUDA graphs the tracker holds generators (``random.py``, ``add``)."""
     tensor: torch.Tensor = state.get_state() if isinstance(state, torch.Generator) else state
     return tensor.cpu().clone()
-
-
-def _numpy_state(state: Any) -> tuple[Any, ...]:
-    return tuple(state)  # typed as either a dict or a tuple
-
-
-def _listed(state: Any) -> Any:
-    return [_listed(x) for x in state] if isinstance(state, tuple | list) else getattr(state, "tolist", lambda: state)()

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from ...values import Mismatch, Unaccounted
+from ..values import Mismatch, Unaccounted
 
 AFTER_MOVE: Final = "after_move"
 

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import torch
 
-from ...values import Mismatch, Unaccounted
-from ..plain import digest_of_packed, pack, unpack
+from ..values import Mismatch, Unaccounted
+from .plain import digest_of_packed, pack, unpack
 
 STEP: Final = "step"
 _MEGATRONS: Final = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
