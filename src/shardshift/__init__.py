@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .adapters import audit, megatron
+    from .adapters import audit, dry_run, megatron, migrate
+    from .adapters import dtensor as fsdp
     from .elastic import Member, Resize, ResizeReport, ResizeSource, Script, Session
     from .elastic.opening import session
     from .engine import Mover, Resumed, mover_of, names_of, reshard
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         Infeasible,
         Kind,
         Layout,
+        Mesh,
         Mismatch,
         ParallelConfig,
         PeerLost,
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    **dict.fromkeys(("audit", "megatron"), "adapters"),
+    **dict.fromkeys(("audit", "dry_run", "fsdp", "megatron", "migrate"), "adapters"),
     **dict.fromkeys(("Member", "Resize", "ResizeReport", "ResizeSource", "Script", "Session"), "elastic"),
     "session": "elastic.opening",
     **dict.fromkeys(("Mover", "Resumed", "mover_of", "names_of", "reshard"), "engine"),
@@ -40,6 +42,7 @@ _HOMES = {
             "Infeasible",
             "Kind",
             "Layout",
+            "Mesh",
             "Mismatch",
             "ParallelConfig",
             "PeerLost",
@@ -56,11 +59,14 @@ _HOMES = {
     ),
 }
 
+_PACKAGES = {"fsdp": "shardshift.adapters.dtensor", "megatron": "shardshift.adapters.megatron"}
+
 __all__ = [
     "Infeasible",
     "Kind",
     "Layout",
     "Member",
+    "Mesh",
     "Mismatch",
     "Mover",
     "ParallelConfig",
@@ -80,7 +86,10 @@ __all__ = [
     "Topology",
     "Unaccounted",
     "audit",
+    "dry_run",
+    "fsdp",
     "megatron",
+    "migrate",
     "mover_of",
     "names_of",
     "reshard",
@@ -92,8 +101,8 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'shardshift' has no attribute {name!r}")
-    if name == "megatron":
-        return importlib.import_module("shardshift.adapters.megatron")
+    if name in _PACKAGES:
+        return importlib.import_module(_PACKAGES[name])
     return getattr(importlib.import_module(f"shardshift.{home}"), name)
 
 

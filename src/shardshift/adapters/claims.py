@@ -76,6 +76,8 @@ class Claims:
         if at is None:
             if nbytes(tensor) == 0 or hasattr(tensor, "_local_tensor"):  # DTensor: the walk finds what it wraps
                 return Fate.DERIVED, "holds no bytes of its own"
+            if _is_given_back(tensor):
+                return Fate.REBUILT, "its memory was given back"
             return Fate.UNKNOWN, f"{type(tensor).__name__} shows no storage"
         storage, stretch, _ = at
         claimed = self._claimed.get(storage, ())
@@ -127,6 +129,14 @@ def place(tensor: torch.Tensor) -> tuple[Address, Stretch, int] | None:
     else:
         span = sum((int(n) - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (str(tensor.device), address), (start, start + (span + 1) * item), size
+
+
+def _is_given_back(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's storage was resized to nothing, as FSDP2 does with whole parameters after use."""
+    try:
+        return not tensor.is_meta and tensor.untyped_storage().nbytes() == 0
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def nbytes(value: Any) -> int:

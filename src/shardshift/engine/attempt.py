@@ -115,13 +115,20 @@ class Attempt:
                 control.publish(key, answer)
             return PlacedLayout(curr, tuple(opened(control.fetch(key, lead, "plan"))["devices"]))
 
-    def plan(self, prev: PlacedLayout, curr: PlacedLayout, lost: Collection[int], topology: Topology | None) -> Plan:
-        """The plan between two placed layouts."""
+    def plan(
+        self,
+        prev: PlacedLayout,
+        curr: PlacedLayout,
+        lost: Collection[int],
+        topology: Topology | None,
+        among: Collection[int] | None = None,
+    ) -> Plan:
+        """The plan between two placed layouts; ``among``: devices that could have run the new one, None for all."""
         with self._phase("plan"):
             return make_plan(
                 prev,
                 curr.layout,
-                devices=self._line.devices,
+                devices=self._line.devices if among is None else sorted(among),
                 topology=topology,
                 lost=tuple(sorted(lost)),
                 placement=curr.devices,

@@ -19,10 +19,10 @@ without the lost devices, ``resume`` brings the state into a layout again, forwa
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,7 @@ class Mover:
     Attributes:
         device: this process's id.
         generation: moves that were committed.
+        plan: of the last one; None if nothing had to move.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Mover:
         if device not in devices:
             raise Infeasible(f"device {device} is not among the devices {tuple(devices)}; what to do: name all of them")
         self.device, self.generation = device, 0
+        self.plan: Plan | None = None
         self._store, self._topology, self._kind = store, topology, transport
         self._staging_bytes, self._timeout_s, self._sink = staging_bytes, timeout_s, sink
         self._memory = torch.device(memory)
@@ -154,6 +156,24 @@ class Mover:
         # The last survivor hears of the loss when the move times out on it; the first may have come here at once.
         self._line = self._open(survivors, self._timeout_s + _LATE_S)
 
+    def exchange(self, record: Mapping[str, Any] | Exception) -> dict[int, dict[str, Any]]:
+        """Give a record and hear those of all devices, who call this as often as each other, between moves.
+
+        Args:
+            record: plain JSON values; or what is wrong on this device.
+
+        Returns:
+            Per device its record.
+
+        Raises:
+            ShardshiftError: on every device alike, if one gave an error: that of the lowest that did.
+            PeerLost: if a device is gone.
+        """
+        attempt = self._attempt("auto", may_release=False, verify=False, compare_copies=False)
+        answer = refusal(record) if isinstance(record, Exception) else to_record(**record)
+        with self._line.watch.peers():
+            return attempt.ask("record", answer)
+
     def move(
         self,
         prev: PlacedLayout | Layout,
@@ -165,6 +185,7 @@ class Mover:
         verify: Verify = False,
         compare_copies: bool = True,
         lost: Collection[int] = (),
+        among: Collection[int] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Move the state of the job from ``prev`` to ``curr``. Every device calls it, alike but for ``state``.
 
@@ -180,6 +201,7 @@ class Mover:
             verify: ``"digest"`` (or True): hold each piece to a digest of what was sent.
             compare_copies: refuse replicas that differ, which reads every byte that several devices hold.
             lost: devices of ``prev`` that are gone.
+            among: devices that could have run the new ranks, for ``Plan.least_moved_bytes``; None for all.
 
         Returns:
             This device's tensors in the new layout, by name; none if it has no rank there. A shard that has not changed
@@ -203,13 +225,13 @@ class Mover:
                 if before == after and not lost:
                     plan = after
                 else:
-                    plan = attempt.plan(before, after, lost, self._topology)
+                    plan = attempt.plan(before, after, lost, self._topology, among)
                     sources = by_shard(state, names_of(before.shards_on(self.device)))
             except Exception as error:  # goes to every device as text
                 plan = error
             if isinstance(plan, PlacedLayout):
                 attempt.stay(plan, state)
-                self.generation += 1
+                self.generation, self.plan = self.generation + 1, None
                 found = dict(state)
                 if policy == "release":
                     state.clear()  # as where something moves
@@ -222,6 +244,7 @@ class Mover:
         curr: Layout,
         *,
         lost: Collection[int] = (),
+        among: Collection[int] | None = None,
         group_size: int = 1,
         node_worth_bytes: int | None = 0,
     ) -> PlacedLayout:
@@ -233,6 +256,7 @@ class Mover:
             prev: who holds what now; see ``move``.
             curr: the layout to place on the devices of the mover.
             lost: devices of ``prev`` that are gone.
+            among: devices that may run a rank; None for all.
             group_size: consecutive ranks of ``curr`` that belong on as few nodes as can be: its TP.
             node_worth_bytes: how many more bytes may move for one more free node; None for any number.
 
@@ -247,7 +271,7 @@ class Mover:
                     make_plan(
                         self._placed(prev, lost),
                         curr,
-                        devices=self.devices,
+                        devices=self.devices if among is None else sorted(among),
                         topology=self._topology,
                         lost=tuple(lost),
                         group_size=group_size,
@@ -327,7 +351,7 @@ class Mover:
             if isinstance(interrupted, Interrupted):
                 error.journal = Left.by(interrupted, agreed, tied)  # type: ignore[attr-defined]
             raise
-        self.generation += 1
+        self.generation, self.plan = self.generation + 1, agreed.schedule.plan
         tie(agreed.ties, targets, {refer.shard for refer in agreed.program.refers})
         names = names_of(agreed.schedule.plan.curr.shards_on(self.device))
         return {name: targets[shard] for name, shard in names.items()}

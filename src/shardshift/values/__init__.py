@@ -3,6 +3,7 @@
 from .config import Coordinate, ExpertCoordinate, ParallelConfig
 from .errors import Infeasible, Mismatch, PeerLost, ShardshiftError, StateLost, Unaccounted
 from .layout import Layout, PlacedLayout
+from .mesh import Mesh
 from .region import Region, flat_range, overlapping, subtract_all
 from .rows import Rows
 from .tensor import Kind, Role, Shard, Tensor
@@ -14,6 +15,7 @@ __all__ = [
     "Infeasible",
     "Kind",
     "Layout",
+    "Mesh",
     "Mismatch",
     "ParallelConfig",
     "PeerLost",

@@ -1,0 +1,72 @@
+"""The account of a job of torch's own parallelism: every tensor that modules, optimizers and extras reach.
+
+Carried are the tensors that ``live`` finds. Companions are what param groups, optimizer state and extras say by
+value. Derived is what a module makes anew itself (``after_move``). What else is reached is unknown, and refused by
+its path.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from .. import hooks
+from ..account import Audit, judged
+from ..claims import Claims, Fate, Places, nbytes
+from ..reach import Found, reach
+from .job import Job
+from .live import gradients_of, held_by, optimizers_in, state_of, unwrapped
+
+_TORCHS: Final = "torch.distributed."
+
+
+def audit(job: Job) -> Audit:
+    """Account for every tensor that a live job reaches. Local; nothing is changed."""
+    models = [unwrapped(model) for model in job.models]
+    held = held_by(models)
+    state, scalars = state_of(optimizers_in(job.optimizer), held)
+    carried = {str(each): each.local for each in (*held.tensors, *state, *gradients_of(held))}
+    places = Places()
+    claims = Claims(places)
+    for label, tensor in carried.items():
+        claims.add(tensor, Fate.CARRIED, label)
+    valued = {id(value) for of_name in scalars.values() for value in of_name.values()}
+    roots = {f"model[{index}]": model for index, model in enumerate(models)}
+    found = reach(roots | {"optimizer": job.optimizer, "extras": job.extras}).state
+    for each in found:
+        if isinstance(each.value, torch.Tensor) and (rule := _rule(each, valued)) is not None:
+            claims.add(each.value, *rule)
+    return judged(found, claims, places, _other, carried)
+
+
+def is_torchs_own(found: Found) -> bool:
+    """Whether torch.distributed keeps this for itself: FSDP2's records of a module, a mesh's table of ranks."""
+    return type(found.owner).__module__.startswith(_TORCHS) and not isinstance(found.owner, torch.Tensor)
+
+
+def _rule(found: Found, valued: set[int]) -> tuple[Fate, str] | None:
+    owner: Any = found.owner
+    if id(found.value) in valued:
+        return Fate.COMPANION, "optimizer state by value"
+    if isinstance(owner, torch.optim.Optimizer) and "[params]" not in found.path and found.attribute != "state":
+        return Fate.COMPANION, f"setting of a param group ({found.key})"
+    if found.path.startswith("extras"):
+        return Fate.COMPANION, "of an extra"
+    if is_torchs_own(found):
+        return Fate.REBUILT, "of FSDP2 or a mesh"
+    if found.value.grad_fn is not None and not isinstance(found.value, torch.nn.Parameter):
+        return Fate.REBUILT, "of the last forward (has a graph)"
+    if isinstance(owner, torch.nn.Module) and hooks.vouches(owner):
+        return Fate.REBUILT, f"made anew by {hooks.AFTER_MOVE}"
+    return None
+
+
+def _other(found: Found) -> tuple[Fate, str]:
+    if found.path.startswith("extras"):
+        return Fate.COMPANION, "of an extra"
+    if nbytes(found.value) == 0:
+        return Fate.DERIVED, "holds no bytes"
+    if isinstance(found.owner, torch.nn.Module) and hooks.vouches(found.owner):
+        return Fate.REBUILT, f"made anew by {hooks.AFTER_MOVE}"
+    return Fate.UNKNOWN, type(found.value).__name__

@@ -1,0 +1,192 @@
+"""The new job before anything has moved: torch's mesh, what ``build`` makes on it, and what must hold of that.
+
+torch numbers process groups by a count of its own in each process, and their ranks meet under that number. Ranks that
+have not taken part in every change have counted less. So before groups are made, all who take part set their count to
+the highest; groups that ``build`` makes itself then meet, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...values import Infeasible, Mesh, Mismatch, Unaccounted
+from .. import hooks
+from ..reach import reach
+from .audit import is_torchs_own
+from .companions import Companions
+from .job import Job, PerRank
+from .live import Held, optimizers_in
+
+Build = Callable[[DeviceMesh], Any]
+"""From torch's mesh a ``Job``, or (model, optimizer), or (model, optimizer, extras)."""
+
+
+def group_count() -> int:
+    """How many process groups torch has numbered in this process."""
+    return int(c10d._world.group_count)
+
+
+def align_groups(count: int) -> None:
+    """Go on numbering process groups from there."""
+    c10d._world.group_count = count
+
+
+@contextmanager
+def new_groups(into: list[dist.ProcessGroup]) -> Iterator[None]:
+    """Note the process groups that are made meanwhile; if it fails they are destroyed."""
+    before = set(c10d._world.pg_map)
+    try:
+        yield
+        into += [group for group in c10d._world.pg_map if group not in before]
+    except BaseException:
+        destroy([group for group in c10d._world.pg_map if group not in before])
+        raise
+
+
+def destroy(groups: Any) -> None:
+    """Give process groups back, newest first; those that are gone already are passed over."""
+    for group in reversed(list(groups)):
+        if group in c10d._world.pg_map:
+            dist.destroy_process_group(group)
+
+
+def torch_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
+    """Torch's mesh, None on a rank that is not in it. Called by all who take part in the change, with counts aligned.
+
+    Torch sorts the ranks of the groups that it makes for a mesh, while coordinates follow the mesh: FSDP2 goes by the
+    one, DTensor by the other. So where ranks do not ascend along an axis, groups are made here, in the mesh's order.
+
+    Raises:
+        Infeasible: if the mesh has no axis.
+    """
+    if not mesh.axes:
+        raise Infeasible("the new mesh has no axis; nothing was moved. What to do: give one, of size 1 for one rank")
+    ranks = torch.tensor(mesh.ranks, dtype=torch.int).reshape(mesh.shape)
+    lines = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(mesh.shape)]
+    if all(line == sorted(line) for along in lines for line in along):
+        made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.names)
+        return made if made.get_coordinate() is not None else None
+    own: list[dist.ProcessGroup] = []
+    for along, name in zip(lines, mesh.names, strict=True):
+        for line in along:
+            group = dist.new_group(line, group_desc=f"mesh_{name}", sort_ranks=False)
+            if dist.get_rank() in line:
+                own.append(group)
+    if not own:
+        return None
+    given = own if len(own) > 1 else own[0]
+    return DeviceMesh.from_group(given, device_type, mesh=ranks.tolist(), mesh_dim_names=mesh.names)
+
+
+def built(build: Build, device_mesh: DeviceMesh, to: Mesh, old: Job | None) -> Job:
+    """The new job as ``build`` makes it, its parameters without data or with data that nobody wants.
+
+    Raises:
+        Mismatch: if ``build`` gives something else, or an object of the old job.
+    """
+    made = build(device_mesh)
+    if isinstance(made, Job):
+        job = made
+        job.mesh = to
+    else:
+        parts = made if isinstance(made, tuple) else (made,)
+        if not 1 <= len(parts) <= 3:
+            raise Mismatch(
+                f"build gave {len(parts)} values; nothing was moved. What to do: return model, optimizer, and if "
+                "there are any a dict of extras, or a shardshift.fsdp.Job"
+            )
+        job = Job(*parts, mesh=to, names=None, random=True if old is None else old.random)
+    job.device_mesh = device_mesh
+    if old is not None and not old.is_consumed:
+        ours = {id(each) for model in old.models for each in model.modules()} | {id(each) for each in _optimizers(old)}
+        theirs = [*(each for model in job.models for each in model.modules()), *_optimizers(job)]
+        if shared := [type(each).__name__ for each in theirs if id(each) in ours]:
+            raise Mismatch(
+                f"build gave objects of the old job ({', '.join(shared[:4])}), which cannot change their mesh; "
+                "nothing was moved. What to do: make a new model and a new optimizer on the mesh that it is given"
+            )
+    return job
+
+
+def _optimizers(job: Job) -> tuple[Any, ...]:
+    return optimizers_in(job.optimizer)
+
+
+def refuse_data_of_its_own(job: Job, held: Held) -> None:
+    """Hold it that nothing but parameters and buffers of the new model waits for data.
+
+    Raises:
+        Unaccounted: naming tensors on the meta device that nothing will fill.
+    """
+    known = {id(each) for each in held.parameters.values()}
+    known |= {id(module._buffers.get(key)) for homes in held.homes.values() for module, key in homes}
+    known |= {id(each.local) for each in held.tensors}
+    left = [
+        found.path
+        for found in reach({f"model[{index}]": model for index, model in enumerate(job.models)}).state
+        if isinstance(found.value, torch.Tensor) and found.value.is_meta and id(found.value) not in known
+        if not (isinstance(found.owner, torch.nn.Module) and hooks.vouches(found.owner)) and not is_torchs_own(found)
+    ]
+    if left:
+        raise Unaccounted(
+            f"{', '.join(left[:8])} of the new model has no data and is neither parameter nor buffer, so nothing "
+            "would fill it; nothing was moved. What to do: register it as a buffer, make it on an explicit device, "
+            f"or give its module a method {hooks.AFTER_MOVE} that makes it anew",
+            left,
+        )
+
+
+def take_extras(job: Job, old: Job | None, companions: Companions) -> list[Callable[[], None]]:
+    """Bring the new job's extras to where the old ones were; those that ``build`` did not make are kept.
+
+    Returns:
+        What is left to do once the change is committed: kept schedulers are turned to the new optimizer.
+
+    Raises:
+        Infeasible: if a state has no meaning on the new mesh, or a rank that joins lacks an extra.
+        Mismatch: if ``build`` gives an extra of which the old job knows nothing.
+    """
+    if unknown := sorted(job.extras.keys() - set(companions.extras)):
+        raise Mismatch(
+            f"build gives extra {', '.join(unknown)}, of which the old job knows nothing (it has "
+            f"{', '.join(companions.extras) or 'none'}); nothing was moved. What to do: give it to the old job, too"
+        )
+    later: list[Callable[[], None]] = []
+    for name in companions.extras:
+        if name in job.extras:
+            extra = job.extras[name]
+            inner = extra.extra if isinstance(extra, PerRank) else extra
+            inner.load_state_dict(companions.extra(name, extra, job.mesh, job.rank))
+            continue
+        if old is None:
+            raise Infeasible(
+                f"rank {job.rank} joins, and build does not give extra {name!r}; nothing was moved. What to do: "
+                f"return it from build: model, optimizer, {{{name!r}: ...}}"
+            )
+        kept = old.extras[name]
+        inner = kept.extra if isinstance(kept, PerRank) else kept
+        state = companions.extra(name, kept, job.mesh, job.rank)
+        job.extras[name] = kept
+
+        def turn(inner: Any = inner, state: Any = state, before: tuple[Any, ...] = _optimizers(old)) -> None:
+            inner.load_state_dict(state)
+            _turned(inner, before, _optimizers(job))
+
+        later.append(turn)
+    return later
+
+
+def _turned(scheduler: Any, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    """Turn a scheduler, and those inside it, from old optimizers to the new ones of the same places."""
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _turned(inner, before, after)
+    for old, new in zip(before, after, strict=False):
+        if getattr(scheduler, "optimizer", None) is old:
+            scheduler.optimizer = new

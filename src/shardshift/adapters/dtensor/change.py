@@ -1,0 +1,196 @@
+"""One rank's part in one change of ``migrate``. Each step ends in a record that all hear, or one error on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from ...engine import Mover, names_of
+from ...values import Mesh, PlacedLayout
+from .. import generators, hooks
+from ..imagined import undisturbed_generators
+from . import building
+from .building import Build
+from .described import Text
+from .gathered import Old, Records, Told, check_target, check_ties, layout_by_position, speaks, spoken
+from .job import Job
+from .live import optimizers_in, unwrapped
+from .new import New
+from .report import Report
+from .retire import retire
+
+INVALID: Final = (
+    "modules and optimizers of the old job (they raise)",
+    "its tensors where they are held elsewhere, views of them, hooks on them",
+    "process groups and meshes that an earlier change made for it",
+    "captured graphs and compiled functions of its modules",
+)
+
+
+class Change:
+    """One rank's part.
+
+    Args:
+        job: the old job; None on a rank that joins.
+        build: see ``migrate``.
+        to: the new mesh.
+        mover: between all ranks of the change.
+        cast: see ``migrate``.
+        device_type: of torch's mesh.
+
+    Attributes:
+        prev: who holds what; known once ``compare`` is over.
+        curr: who shall hold what; likewise.
+        state: this rank's tensors by name; likewise.
+    """
+
+    prev: PlacedLayout
+    curr: PlacedLayout
+    state: dict[str, torch.Tensor]
+
+    def __init__(self, job: Job | None, build: Build, to: Mesh, mover: Mover, *, cast: bool, device_type: str) -> None:
+        self._job, self._build, self._to, self._mover = job, build, to, mover
+        self._cast, self._device_type = cast, device_type
+        self._old: Old | None = None
+        self._new: New | None = None
+        self._groups: list[dist.ProcessGroup] = []
+        self._later: list[Callable[[], None]] = []
+        self._casts: dict[str, tuple[str, str]] = {}
+
+    @contextmanager
+    def undone_if_it_fails(self) -> Iterator[None]:
+        """Give back the groups of a change that was not made."""
+        try:
+            yield
+        except BaseException:
+            building.destroy(self._groups)
+            raise
+
+    def _exchange(self, say: Callable[[], Mapping[str, Any]]) -> Records:
+        try:
+            record: Mapping[str, Any] | Exception = say()
+        except Exception as error:  # the others wait for this record
+            record = error
+        return self._mover.exchange(record)
+
+    def tell(self) -> None:
+        """Say what the old job is like, and hear it of all."""
+
+        def first() -> Mapping[str, Any]:
+            record = {"to": [self._to.axes, self._to.ranks], "count": building.group_count()}
+            if self._job is None:
+                return record
+            self._old = Old.of(self._job)
+            return record | self._old.record(self._job)
+
+        told = self._exchange(first)
+        check_target(told, self._to)
+        bodies = self._exchange(lambda: {} if self._old is None else self._old.bodies(self._mover.device, told))
+        self._told = Told.of(told, bodies)
+        building.align_groups(max(record["count"] for record in told.values()))
+
+    def make(self) -> None:
+        """Make the new mesh and job, and hear of all how it is cut."""
+
+        def first() -> Mapping[str, Any]:
+            with building.new_groups(self._groups), undisturbed_generators():
+                device_mesh = building.torch_mesh(self._to, self._device_type)
+                self._new = None if device_mesh is None else New(self._build, device_mesh, self._to, self._job)
+            return {} if self._new is None else {"new": self._new.text.digest, "standing": self._new.standing}
+
+        made = self._exchange(first)
+
+        def second() -> Mapping[str, Any]:
+            new = self._new
+            return {"new_body": new.text.to_json()} if new and speaks(self._mover.device, made, "new") else {}
+
+        texts = spoken(made, self._exchange(second), "new", Text.from_json)
+        check_ties(self._told.texts.values(), texts.values())
+        moving: dict[str, Text] = {}
+        for digest, text in texts.items():
+            moving[digest], casts = self._told.moving(text, cast=self._cast)
+            self._casts |= casts
+        after = layout_by_position(moving, made, self._to, "new", "standing")
+        self.prev = PlacedLayout(self._told.layout, self._told.mesh.ranks)
+        self.curr = PlacedLayout(after, self._to.ranks)
+        if self._new is not None:
+            self._new.moving = moving[self._new.text.digest]
+
+    def place(self) -> None:
+        """Let the ranks of the new mesh stand where the fewest bytes have to move, and make the new job there."""
+        group_size = self._to.size("tp") if self._to.names[-1] == "tp" else 1
+        placed = self._mover.place(self.prev, self.curr.layout, among=self._to.ranks, group_size=group_size)
+        if placed.devices == self._to.ranks:
+            return
+        self._new = None
+        building.destroy(self._groups)
+        self._groups.clear()
+        self._to = Mesh(dict(self._to.axes), placed.devices)
+        self.make()
+
+    def ready(self) -> None:
+        """Let the new job take what it can before anything moves, and hear that all have."""
+
+        def take() -> Mapping[str, Any]:
+            self.state = {}
+            if self._old is not None:
+                position = _position(self._told.mesh, self._mover.device)
+                names = names_of(self._told.layout.shards(position))
+                self.state = {name: self._old.views[shard] for name, shard in names.items()}
+            if self._new is not None:
+                companions, job = self._told.companions, self._new.job
+                companions.check_optimizers(job.optimizer)
+                companions.set_groups(job.optimizer, self._new.held, self._new.text.entries)
+                self._later = building.take_extras(job, self._job, companions)
+            return {}
+
+        self._exchange(take)
+
+    def finish(self, targets: Mapping[str, torch.Tensor]) -> Job | None:
+        """After the commit: the new job takes its tensors, the old one is consumed."""
+        new, old = self._new, self._job
+        if new is not None:
+            names = names_of(self.curr.layout.shards(_position(self._to, self._mover.device)))
+            new.take({shard: targets[name] for name, shard in names.items()}, self._told)
+        if old is not None:
+            models, optimizers, container = old.models, optimizers_in(old.optimizer), old.optimizer
+            for turn in self._later:
+                turn()
+            old.consume()
+            if isinstance(container, torch.optim.Optimizer) and container not in optimizers:
+                optimizers = (*optimizers, container)
+            retire(models, optimizers)
+            building.destroy(old.groups)
+            old.groups = ()
+        self._old = None
+        if new is None:
+            return None
+        hooks.run([unwrapped(model) for model in new.job.models])
+        generators.install(self._told.companions.streams(self._to, self._mover.device, self._told.generation))
+        new.job.generation, new.job.groups = self._told.generation + 1, tuple(self._groups)
+        return new.job
+
+    def report(self, seconds: Mapping[str, float]) -> Report:
+        """What it came to."""
+        plan, layout = self._mover.plan, self.curr.layout
+        return Report(
+            self._told.mesh,
+            self._to,
+            layout.state_bytes,
+            plan.moved_bytes if plan else 0,
+            plan.least_moved_bytes if plan else 0,
+            plan.referred_bytes if plan else int(layout.rank_bytes.sum()),
+            self._casts,
+            seconds,
+            INVALID,
+        )
+
+
+def _position(mesh: Mesh, rank: int) -> int:
+    position = mesh.position(rank)
+    assert position is not None  # whoever has a job is in its mesh
+    return position

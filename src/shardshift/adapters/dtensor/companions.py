@@ -1,0 +1,192 @@
+"""What a job carries besides tensors that have a region.
+
+That is: steps and settings of param groups, further values of the optimizer's state, frozen parameters, modules in
+evaluation, random streams, extras.
+
+Each old rank gives one record of plain values (``plain``: nothing in it can run code). Ranks that say the same are
+heard once. A new rank reads all of them, which must agree where they speak of the same, and takes what concerns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from ...values import Mesh, Mismatch
+from .. import generators
+from ..groups import GroupRecord, Groups, describe
+from ..plain import digest_of_packed, dump, load, pack, unpack
+from .described import Entry
+from .job import Job, PerRank
+from .live import STEP, Held, Scalars, clean, optimizers_in
+from .spread import Spread
+
+_STREAM: Final = "stream:"
+_EXTRA: Final = "extra:"
+
+
+def record_of(job: Job, held: Held, entries: Iterable[Entry], scalars: Scalars) -> bytes:
+    """This rank's record.
+
+    Raises:
+        Unaccounted: naming a value that no record can carry.
+    """
+    where = f"rank {job.rank}"
+    logical = _logical(entries)
+    named: dict[torch.Tensor, str] = {parameter: held.names[id(parameter)] for parameter in held.parameters.values()}
+    groups = []
+    for optimizer in optimizers_in(job.optimizer):
+        for group in describe(named, optimizer.param_groups, optimizer.state, where):
+            names = [one for name in group.names for one in logical[name]]
+            steps = [(step, [one for name in of_step for one in logical[name]]) for step, of_step in group.steps]
+            groups.append(GroupRecord(group.settings, group.step, steps, names).plain())
+    streams = generators.captured() if job.random else {}
+    return dump(
+        {
+            "optimizers": sorted({type(each).__name__ for each in optimizers_in(job.optimizer)}),
+            "groups": groups,
+            "scalars": {
+                one: {key: value for key, value in of_name.items() if key != STEP}
+                for name, of_name in scalars.items()
+                for one in logical[name]
+            },
+            "frozen": [
+                one for name, each in held.parameters.items() if not each.requires_grad for one in logical[name]
+            ],
+            "evaluating": evaluating(job.models),
+            **{f"{_STREAM}{name}": state for name, state in streams.items()},
+            **{f"{_EXTRA}{name}": _inner(extra).state_dict() for name, extra in job.extras.items()},
+        },
+        where,
+    )
+
+
+def _logical(entries: Iterable[Entry]) -> dict[str, list[str]]:
+    """Per live parameter its logical names."""
+    return {entry.name: [part.name for part in entry.parts] for entry in entries if entry.kind == "param"}
+
+
+def _inner(extra: Any) -> Any:
+    return extra.extra if isinstance(extra, PerRank) else extra
+
+
+def evaluating(models: Iterable[torch.nn.Module]) -> list[str]:
+    """The modules that are not in training, by name."""
+    return sorted(
+        {clean(f"{name}.")[:-1] for model in models for name, each in model.named_modules() if not each.training}
+    )
+
+
+class Companions:
+    """The records of all old ranks, held against one another.
+
+    Args:
+        mesh: of the old job.
+        records: by rank.
+
+    Raises:
+        Mismatch: if two contradict one another.
+    """
+
+    def __init__(self, mesh: Mesh, records: Mapping[int, bytes]) -> None:
+        self._mesh = mesh
+        # Ranks that say the same gave the very same bytes: read once.
+        read = {content: load(content) for content in records.values()}
+        of_rank = {rank: read[content] for rank, content in sorted(records.items())}
+        different = list(read.values())
+        self.optimizers = sorted({name for record in different for name in record["optimizers"]})
+        self.groups = Groups(
+            {index: [GroupRecord(**group) for group in record["groups"]] for index, record in enumerate(different)}
+        )
+        self._scalars: dict[str, dict[str, Any]] = {}
+        for record in different:
+            for name, values in record["scalars"].items():
+                _agreed(self._scalars.setdefault(name, {}), values, name)
+        self.frozen = {name for record in different for name in record["frozen"]}
+        self.evaluating = {name for record in different for name in record["evaluating"]}
+        keys = dict.fromkeys(key for record in different for key in record)
+        self._spread: dict[str, Spread] = {}
+        for key in keys:
+            if key.startswith((_STREAM, _EXTRA)):
+                values = {rank: record[key] for rank, record in of_rank.items() if key in record}
+                self._spread[key] = Spread.of(key.partition(":")[2], mesh, values)
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of extras."""
+        return tuple(key.removeprefix(_EXTRA) for key in self._spread if key.startswith(_EXTRA))
+
+    def scalars(self, names: Sequence[str]) -> dict[str, Any]:
+        """What the state of a parameter holds by value, its step first.
+
+        Raises:
+            Mismatch: if it joins logical parameters that differ in it.
+        """
+        found: dict[str, Any] = {}
+        for name in names:
+            step = self.groups.step(name)
+            own = ({} if step is None else {STEP: pack(step, name)}) | self._scalars.get(name, {})
+            _agreed(found, own, " and ".join(names))
+        return {key: unpack(value) for key, value in found.items()}
+
+    def streams(self, mesh: Mesh, rank: int, generation: int) -> dict[str, Any]:
+        """The random streams of a rank of the new mesh."""
+        return {
+            key.removeprefix(_STREAM): spread.stream(mesh, rank, generation)
+            for key, spread in self._spread.items()
+            if key.startswith(_STREAM)
+        }
+
+    def extra(self, name: str, extra: Any, mesh: Mesh, rank: int) -> Any:
+        """The state of an extra at a rank of the new mesh; see ``Spread.state``."""
+        merge = extra.merge if isinstance(extra, PerRank) else None
+        return self._spread[_EXTRA + name].state(mesh, rank, merge)
+
+    def check_optimizers(self, optimizer: Any) -> None:
+        """Hold it that the new job steps as the old one did.
+
+        Raises:
+            Mismatch: naming the types.
+        """
+        if not self.optimizers:
+            return
+        found = sorted({type(each).__name__ for each in optimizers_in(optimizer)})
+        if found != self.optimizers:
+            raise Mismatch(
+                f"the old job's optimizers are {self.optimizers}, the new one's {found or 'none'}; nothing was moved. "
+                "What to do: let build make the same kind of optimizer"
+            )
+
+    def set_groups(self, optimizer: Any, held: Held, entries: Iterable[Entry]) -> None:
+        """Give the param groups of a new optimizer the settings of the old ones.
+
+        Raises:
+            Mismatch: if a group joins parameters of different settings.
+        """
+        logical = _logical(entries)
+        for each in optimizers_in(optimizer):
+            for group in each.param_groups:
+                strangers = [parameter for parameter in group["params"] if id(parameter) not in held.names]
+                if strangers:
+                    raise Mismatch(
+                        f"the new {type(each).__name__} steps a parameter of shape {tuple(strangers[0].shape)} that "
+                        "is not in the new model; nothing was moved. What to do: make the optimizer of "
+                        "model.parameters(), after fully_shard and parallelize_module"
+                    )
+                names = [one for p in group["params"] for one in logical[held.names[id(p)]]]
+                settings = self.groups.settings(names, group)
+                if settings is not None:
+                    settings.pop(STEP, None)
+                    group.update(settings)
+
+
+def _agreed(known: dict[str, Any], values: Mapping[str, Any], what: str) -> None:
+    for key, value in values.items():
+        if digest_of_packed(known.setdefault(key, value)) != digest_of_packed(value):
+            raise Mismatch(
+                f"{key} of {what} is {unpack(known[key])} on one rank and {unpack(value)} on another; nothing was "
+                "moved. What to do: find out which ranks skipped or repeated a step, and start from a checkpoint that "
+                "is whole"
+            )

@@ -1,0 +1,229 @@
+"""What the ranks of a change tell one another, and what follows from it alike on all of them.
+
+Texts and records that several ranks have in common travel once: each rank tells their digest, and of those who have one
+in common the lowest says it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from ...values import Kind, Layout, Mesh, Mismatch, Shard, Tensor
+from .companions import Companions, record_of
+from .described import Standing, Text, described, layout_of, pieces, with_state
+from .installing import at
+from .job import Job
+from .live import gradients_of, held_by, optimizers_in, settle, state_of, unwrapped
+
+Records: TypeAlias = Mapping[int, Mapping[str, Any]]
+"""Per rank what it said."""
+_NO_STATE: Final = (Kind.PARAM, Kind.BUFFER)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Old:
+    """An old rank's side of a change.
+
+    Attributes:
+        text: how its tensors are cut.
+        standing: where it stands in its meshes.
+        views: its tensors by shard.
+        companions: its record.
+    """
+
+    text: Text
+    standing: Standing
+    views: Mapping[Shard, torch.Tensor]
+    companions: bytes
+
+    @classmethod
+    def of(cls, job: Job) -> Old:
+        """From a live job, whose modules come to rest.
+
+        Raises:
+            Mismatch, Unaccounted: naming what has no rule.
+        """
+        models = [unwrapped(model) for model in job.models]
+        settle(models)
+        job.audit().check()
+        held = held_by(models)
+        state, scalars = state_of(optimizers_in(job.optimizer), held)
+        tensors = (*held.tensors, *state, *gradients_of(held))
+        text, standing = described(tensors, held.ties, job.names)
+        views = {
+            piece.shard: at(each.local.detach(), piece.local).reshape(piece.shard.region.shape)
+            for entry, each in zip(text.entries, tensors, strict=True)
+            for piece in pieces(entry, standing)
+        }
+        return cls(text, standing, views, record_of(job, held, text.entries, scalars))
+
+    def record(self, job: Job) -> dict[str, Any]:
+        """What it tells first."""
+        return {
+            "mesh": [job.mesh.axes, job.mesh.ranks],
+            "generation": job.generation,
+            "text": self.text.digest,
+            "standing": self.standing,
+            "companions": hashlib.sha256(self.companions).hexdigest()[:16],
+        }
+
+    def bodies(self, rank: int, told: Records) -> dict[str, str]:
+        """What it says of that second."""
+        own = {"text": self.text.to_json(), "companions": base64.b64encode(self.companions).decode()}
+        return {f"{name}_body": body for name, body in own.items() if speaks(rank, told, name)}
+
+
+def speaks(rank: int, told: Records, name: str) -> bool:
+    """Whether a rank is the lowest of those who told a digest."""
+    return rank == min(each for each, record in told.items() if record.get(name) == told[rank][name])
+
+
+def spoken(told: Records, bodies: Records, name: str, read: Callable[[str], Any]) -> dict[str, Any]:
+    """What each digest stands for, in order of the ranks."""
+    body = f"{name}_body"
+    return {told[rank][name]: read(record[body]) for rank, record in bodies.items() if body in record}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """The old job as all its ranks told it.
+
+    Attributes:
+        mesh: its mesh.
+        generation: how many changes came before.
+        texts: by digest.
+        companions: all records.
+        layout: who holds what, by position in the mesh.
+        tensors: by kind and logical name.
+    """
+
+    mesh: Mesh
+    generation: int
+    texts: Mapping[str, Text]
+    companions: Companions
+    layout: Layout
+    tensors: Mapping[tuple[Kind, str], Tensor]
+
+    @classmethod
+    def of(cls, told: Records, bodies: Records) -> Told:
+        """From what the ranks told first and second.
+
+        Raises:
+            Mismatch: if they contradict one another.
+        """
+        mesh, generation = _one_job(told)
+        texts = spoken(told, bodies, "text", Text.from_json)
+        records = spoken(told, bodies, "companions", base64.b64decode)
+        layout = layout_by_position(texts, told, mesh, "text", "standing")
+        return cls(
+            mesh,
+            generation,
+            texts,
+            Companions(mesh, {rank: records[told[rank]["companions"]] for rank in mesh.ranks}),
+            layout,
+            {(tensor.kind, tensor.name): tensor for tensor in layout.tensors},
+        )
+
+    def moving(self, text: Text, *, cast: bool) -> tuple[Text, dict[str, tuple[str, str]]]:
+        """A new text as its tensors travel: with the state that exists, in the dtypes that they have.
+
+        Returns:
+            The text; and per tensor that changes its dtype from which to which.
+
+        Raises:
+            Mismatch: if a dtype changes and that was not asked for.
+        """
+        entries, casts = [], {}
+        for entry in text.entries:
+            of = [
+                self.tensors[entry.kind, part.name] for part in entry.parts if (entry.kind, part.name) in self.tensors
+            ]
+            dtypes = {(tensor.dtype, tensor.itemsize) for tensor in of}
+            if dtypes and dtypes != {(entry.dtype, entry.itemsize)}:
+                found = " and ".join(sorted(dtype for dtype, _ in dtypes))
+                if not cast or len(dtypes) > 1:
+                    raise Mismatch(
+                        f"{entry.kind}:{entry.name} is {found} in the old job and {entry.dtype} in the new one; "
+                        "nothing was moved. What to do: build it in the same dtype, or give cast=True to convert its "
+                        "values"
+                    )
+                casts[f"{entry.kind}:{entry.name}"] = (found, entry.dtype)
+                dtype, itemsize = dtypes.pop()
+                entry = replace(entry, dtype=dtype, itemsize=itemsize)
+            entries.append(entry)
+        state: dict[str, dict[Kind, Tensor]] = {}
+        for (kind, name), tensor in self.tensors.items():
+            if kind not in _NO_STATE:
+                state.setdefault(name, {})[kind] = tensor
+        return with_state(Text(tuple(entries), text.ties), state), casts
+
+
+def layout_by_position(texts: Mapping[str, Text], told: Records, mesh: Mesh, text: str, standing: str) -> Layout:
+    """The layout of a mesh's positions from the digests and standings that its ranks told under these names."""
+    order: Sequence[str] = [*texts]
+    ranks = [(order.index(told[rank][text]), as_standing(told[rank][standing])) for rank in mesh.ranks]
+    return layout_of(list(texts.values()), ranks)
+
+
+def as_standing(record: Any) -> Standing:
+    """A standing that has travelled as JSON."""
+    return tuple((tuple(mesh), tuple(coordinate)) for mesh, coordinate in record)
+
+
+def check_target(told: Records, to: Mesh) -> None:
+    """Hold it that all change to the same mesh.
+
+    Raises:
+        Mismatch: naming a rank that does not.
+    """
+    wanted = [[list(axis) for axis in to.axes], list(to.ranks)]
+    for rank, record in told.items():
+        if record["to"] != wanted:
+            axes, ranks = record["to"]
+            raise Mismatch(
+                f"rank {rank} changes to a mesh of {axes} on ranks {ranks}, another one to {to}; nothing was moved. "
+                "What to do: give the same mesh on all ranks"
+            )
+
+
+def _one_job(told: Records) -> tuple[Mesh, int]:
+    """The old job's mesh and generation, which all must have alike."""
+    jobs = {rank: (record["mesh"], record["generation"]) for rank, record in told.items() if "mesh" in record}
+    (first, expected), *others = sorted(jobs.items())
+    for rank, found in others:
+        if found != expected:
+            raise Mismatch(
+                f"rank {rank} brings a job on {found[0]} of generation {found[1]}, rank {first} one on {expected[0]} "
+                f"of generation {expected[1]}; nothing was moved. What to do: let all ranks change the same job"
+            )
+    (axes, ranks), generation = expected
+    mesh = Mesh(dict(axes), ranks)
+    if missing := [rank for rank in mesh.ranks if rank not in jobs]:
+        raise Mismatch(
+            f"rank {missing[0]} is in the old mesh ({mesh}) and brings no job; nothing was moved. What to do: give its "
+            "job there, not None"
+        )
+    return mesh, generation
+
+
+def check_ties(old: Iterable[Text], new: Iterable[Text]) -> None:
+    """Hold it that what is one tensor in the old job is one in the new job, and the other way round.
+
+    Raises:
+        Mismatch: naming them.
+    """
+    before, after = ({frozenset(tie) for text in texts for tie in text.ties} for texts in (old, new))
+    for tied, where, other, texts in ((before - after, "old", "new", new), (after - before, "new", "old", old)):
+        held = {entry.name for text in texts for entry in text.entries}
+        for names in sorted(map(sorted, tied)):
+            if len(held & set(names)) > 1:
+                raise Mismatch(
+                    f"{' and '.join(names)} are one tensor in the {where} job and two in the {other} one; nothing was "
+                    "moved. What to do: tie them in both, or in neither"
+                )

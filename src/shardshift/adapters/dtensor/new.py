@@ -1,0 +1,49 @@
+"""The new job on one rank, as ``build`` made it and before it has its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...values import Kind, Mesh, Shard
+from .building import Build, built, refuse_data_of_its_own
+from .described import Standing, Text, described
+from .gathered import Told
+from .installing import assembled, install, parts_by_name
+from .job import Job
+from .live import Held, held_by, unwrapped
+
+
+class New:
+    """The new job on this rank before it has its tensors.
+
+    Attributes:
+        job: the job.
+        held: what its modules hold.
+        text: how that is cut.
+        standing: where this rank stands in its meshes.
+        moving: the text as tensors travel.
+    """
+
+    moving: Text
+
+    def __init__(self, build: Build, device_mesh: DeviceMesh, to: Mesh, old: Job | None) -> None:
+        self.job = built(build, device_mesh, to, old)
+        self.held: Held = held_by([unwrapped(model) for model in self.job.models])
+        refuse_data_of_its_own(self.job, self.held)
+        self.text: Text
+        self.standing: Standing
+        self.text, self.standing = described(self.held.tensors, self.held.ties, self.job.names)
+
+    def take(self, tensors: Mapping[Shard, torch.Tensor], told: Told) -> None:
+        """Put what has arrived in place, in the dtypes of the new job."""
+        dtypes: dict[tuple[Kind, str], torch.dtype] = {
+            (entry.kind, entry.name): getattr(torch, entry.dtype) for entry in self.text.entries
+        }
+        locals_of = {}
+        for entry in self.moving.entries:
+            local, key = assembled(entry, self.standing, tensors), (entry.kind, entry.name)
+            locals_of[key] = local.to(dtypes.get(key, local.dtype))
+        install(self.job, self.held, locals_of, parts_by_name(self.text.entries), told.companions)

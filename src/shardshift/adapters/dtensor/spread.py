@@ -1,0 +1,126 @@
+"""State that belongs to a rank's place in the mesh and not to a tensor: random streams, extras.
+
+Each old rank gives its value; a new rank gets the one of its place:
+
+1. All alike: everybody gets it.
+2. Else the *axes that matter* are found: those along which two old ranks that differ in nothing else have different
+   values. A new rank's place is its index along these.
+3. A place that was there before goes on with its value.
+4. A new place of a random stream (the axis has grown) begins from a seed derived from the stream at the first place,
+   its name, the number of the change and the place (``generators.begun``): alike for all who share the place, and no
+   stream that anybody had. State of an extra is never made up: where an axis that matters changes its size, or is
+   gone, the change is refused, unless the user says how states are merged.
+
+If a stream matters along an axis that the new mesh has not, places are counted through in row-major order instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...values import Infeasible, Mesh
+from ..generators import begun
+from ..plain import digest_of_packed, unpack
+
+Place = tuple[int, ...]
+_POSITION: Final = "position"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spread:
+    """What the old ranks said of one thing.
+
+    Attributes:
+        name: of the thing.
+        mesh: the old mesh.
+        values: by rank, packed.
+        axes: those that matter.
+        places: per place along these the lowest rank that stands there.
+    """
+
+    name: str
+    mesh: Mesh
+    values: Mapping[int, Any]
+    axes: tuple[str, ...]
+    places: Mapping[Place, int]
+
+    @classmethod
+    def of(cls, name: str, mesh: Mesh, values: Mapping[int, Any]) -> Spread:
+        """From what each rank said; a rank may have said nothing."""
+        marks = {rank: digest_of_packed(value) for rank, value in values.items()}
+        axes: tuple[str, ...] = ()
+        if len(set(marks.values())) > 1:
+            axes = tuple(axis for axis in mesh.names if _matters(axis, mesh, marks))
+        places: dict[Place, int] = {}
+        for rank in sorted(values):
+            places.setdefault(_place(mesh.coordinate(rank), axes), rank)
+        return cls(name, mesh, values, axes, places)
+
+    def stream(self, mesh: Mesh, rank: int, generation: int) -> Any:
+        """A random stream at a rank of the new mesh.
+
+        Args:
+            mesh: the new mesh.
+            rank: of it.
+            generation: number of the change, for streams that begin.
+        """
+        first = unpack(self.values[min(self.values)])
+        if not self.axes:
+            return first
+        if all(axis in mesh.names for axis in self.axes):
+            place = _place(mesh.coordinate(rank), self.axes)
+            before = self.places.get(place)
+            where = " ".join(f"{axis}{index}" for axis, index in zip(self.axes, place, strict=True))
+        else:
+            position = mesh.position(rank)
+            assert position is not None  # it is a rank of the new mesh
+            ranks = [self.places[place] for place in sorted(self.places)]
+            before = ranks[position] if position < len(ranks) else None
+            where = f"{_POSITION}{position}"
+        return unpack(self.values[before]) if before is not None else begun(self.name, first, where, generation)
+
+    def state(self, mesh: Mesh, rank: int, merge: Callable[..., Any] | None) -> Any:
+        """The state of an extra at a rank of the new mesh.
+
+        Args:
+            mesh: the new mesh.
+            rank: of it.
+            merge: of all old states, in order of their places, (new index, new count) the state there; None to refuse.
+
+        Raises:
+            Infeasible: naming the axis.
+        """
+        if not self.axes:
+            return unpack(self.values[min(self.values)])
+        if all(self.mesh.size(axis) == mesh.size(axis) and axis in mesh.names for axis in self.axes):
+            return unpack(self.values[self.places[_place(mesh.coordinate(rank), self.axes)]])
+        if merge is None:
+            before = " x ".join(f"{axis} {self.mesh.size(axis)}" for axis in self.axes)
+            after = " x ".join(f"{axis} {mesh.size(axis)}" for axis in self.axes)
+            raise Infeasible(
+                f"the state of extra {self.name!r} differs along {', '.join(self.axes)} ({before} before, {after} "
+                "after), so there is no state for the new places; nothing was moved. What to do: let it say the same "
+                "on all ranks (a data position counted over the whole job), or give shardshift.fsdp.PerRank(object, "
+                "merge=...)"
+            )
+        coordinate = mesh.coordinate(rank)
+        index, count = 0, 1
+        for axis in mesh.names:
+            if axis in self.axes:
+                index, count = index * mesh.size(axis) + coordinate[axis], count * mesh.size(axis)
+        return merge([unpack(self.values[self.places[place]]) for place in sorted(self.places)], index, count)
+
+
+def _matters(axis: str, mesh: Mesh, marks: Mapping[int, bytes]) -> bool:
+    others: dict[tuple[tuple[str, int], ...], bytes] = {}
+    for rank, mark in marks.items():
+        rest = tuple((name, index) for name, index in mesh.coordinate(rank).items() if name != axis)
+        if others.setdefault(rest, mark) != mark:
+            return True
+    return False
+
+
+def _place(coordinate: Mapping[str, int], axes: tuple[str, ...]) -> Place:
+    return tuple(coordinate[axis] for axis in axes)
