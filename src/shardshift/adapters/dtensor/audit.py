@@ -16,14 +16,15 @@ from ..account import Audit, judged
 from ..claims import Claims, Fate, Places, nbytes
 from ..reach import Found, reach
 from .job import Job
-from .live import gradients_of, held_by, optimizers_in, state_of, unwrapped
+from .live import gradients_of, held_by, optimizers_in, settle, state_of, unwrapped
 
 _TORCHS: Final = "torch.distributed."
 
 
 def audit(job: Job) -> Audit:
-    """Account for every tensor that a live job reaches. Local; nothing is changed."""
+    """Account for every tensor that a live job reaches. Local; FSDP2 modules come to rest (``settle``)."""
     models = [unwrapped(model) for model in job.models]
+    settle(models)
     held = held_by(models)
     state, scalars = state_of(optimizers_in(job.optimizer), held)
     carried = {str(each): each.local for each in (*held.tensors, *state, *gradients_of(held))}

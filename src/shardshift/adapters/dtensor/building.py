@@ -1,19 +1,11 @@
-"""The new job before anything has moved: torch's mesh, what ``build`` makes on it, and what must hold of that.
-
-torch numbers process groups by a count of its own in each process, and their ranks meet under that number. Ranks that
-have not taken part in every change have counted less. So before groups are made, all who take part set their count to
-the highest; groups that ``build`` makes itself then meet, too.
-"""
+"""The new job before anything has moved: what ``build`` makes on its mesh, and what must hold of that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...values import Infeasible, Mesh, Mismatch, Unaccounted
@@ -26,63 +18,6 @@ from .live import Held, optimizers_in
 
 Build = Callable[[DeviceMesh], Any]
 """From torch's mesh a ``Job``, or (model, optimizer), or (model, optimizer, extras)."""
-
-
-def group_count() -> int:
-    """How many process groups torch has numbered in this process."""
-    return int(c10d._world.group_count)
-
-
-def align_groups(count: int) -> None:
-    """Go on numbering process groups from there."""
-    c10d._world.group_count = count
-
-
-@contextmanager
-def new_groups(into: list[dist.ProcessGroup]) -> Iterator[None]:
-    """Note the process groups that are made meanwhile; if it fails they are destroyed."""
-    before = set(c10d._world.pg_map)
-    try:
-        yield
-        into += [group for group in c10d._world.pg_map if group not in before]
-    except BaseException:
-        destroy([group for group in c10d._world.pg_map if group not in before])
-        raise
-
-
-def destroy(groups: Any) -> None:
-    """Give process groups back, newest first; those that are gone already are passed over."""
-    for group in reversed(list(groups)):
-        if group in c10d._world.pg_map:
-            dist.destroy_process_group(group)
-
-
-def torch_mesh(mesh: Mesh, device_type: str) -> DeviceMesh | None:
-    """Torch's mesh, None on a rank that is not in it. Called by all who take part in the change, with counts aligned.
-
-    Torch sorts the ranks of the groups that it makes for a mesh, while coordinates follow the mesh: FSDP2 goes by the
-    one, DTensor by the other. So where ranks do not ascend along an axis, groups are made here, in the mesh's order.
-
-    Raises:
-        Infeasible: if the mesh has no axis.
-    """
-    if not mesh.axes:
-        raise Infeasible("the new mesh has no axis; nothing was moved. What to do: give one, of size 1 for one rank")
-    ranks = torch.tensor(mesh.ranks, dtype=torch.int).reshape(mesh.shape)
-    lines = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(mesh.shape)]
-    if all(line == sorted(line) for along in lines for line in along):
-        made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.names)
-        return made if made.get_coordinate() is not None else None
-    own: list[dist.ProcessGroup] = []
-    for along, name in zip(lines, mesh.names, strict=True):
-        for line in along:
-            group = dist.new_group(line, group_desc=f"mesh_{name}", sort_ranks=False)
-            if dist.get_rank() in line:
-                own.append(group)
-    if not own:
-        return None
-    given = own if len(own) > 1 else own[0]
-    return DeviceMesh.from_group(given, device_type, mesh=ranks.tolist(), mesh_dim_names=mesh.names)
 
 
 def built(build: Build, device_mesh: DeviceMesh, to: Mesh, old: Job | None) -> Job:

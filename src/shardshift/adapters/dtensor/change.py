@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from ...engine import Mover, names_of
 from ...values import Mesh, PlacedLayout
 from .. import generators, hooks
 from ..imagined import undisturbed_generators
-from . import building
+from . import building, meshes
 from .building import Build
 from .described import Text
 from .gathered import Old, Records, Told, check_target, check_ties, layout_by_position, speaks, spoken
+from .installing import check_swappable
 from .job import Job
 from .live import optimizers_in, unwrapped
 from .new import New
@@ -26,7 +25,6 @@ from .retire import retire
 INVALID: Final = (
     "modules and optimizers of the old job (they raise)",
     "its tensors where they are held elsewhere, views of them, hooks on them",
-    "process groups and meshes that an earlier change made for it",
     "captured graphs and compiled functions of its modules",
 )
 
@@ -57,18 +55,8 @@ class Change:
         self._cast, self._device_type = cast, device_type
         self._old: Old | None = None
         self._new: New | None = None
-        self._groups: list[dist.ProcessGroup] = []
         self._later: list[Callable[[], None]] = []
         self._casts: dict[str, tuple[str, str]] = {}
-
-    @contextmanager
-    def undone_if_it_fails(self) -> Iterator[None]:
-        """Give back the groups of a change that was not made."""
-        try:
-            yield
-        except BaseException:
-            building.destroy(self._groups)
-            raise
 
     def _exchange(self, say: Callable[[], Mapping[str, Any]]) -> Records:
         try:
@@ -81,7 +69,7 @@ class Change:
         """Say what the old job is like, and hear it of all."""
 
         def first() -> Mapping[str, Any]:
-            record = {"to": [self._to.axes, self._to.ranks], "count": building.group_count()}
+            record = {"to": [self._to.axes, self._to.ranks], "count": meshes.group_count()}
             if self._job is None:
                 return record
             self._old = Old.of(self._job)
@@ -91,17 +79,19 @@ class Change:
         check_target(told, self._to)
         bodies = self._exchange(lambda: {} if self._old is None else self._old.bodies(self._mover.device, told))
         self._told = Told.of(told, bodies)
-        building.align_groups(max(record["count"] for record in told.values()))
+        meshes.align_groups(max(record["count"] for record in told.values()))
 
     def make(self) -> None:
         """Make the new mesh and job, and hear of all how it is cut."""
 
         def first() -> Mapping[str, Any]:
-            with building.new_groups(self._groups), undisturbed_generators():
-                device_mesh = building.torch_mesh(self._to, self._device_type)
+            device_mesh = meshes.torch_mesh(self._to, self._device_type, kept=kept)
+            with undisturbed_generators():
                 self._new = None if device_mesh is None else New(self._build, device_mesh, self._to, self._job)
             return {} if self._new is None else {"new": self._new.text.digest, "standing": self._new.standing}
 
+        had = self._exchange(lambda: {"has": meshes.has_mesh(self._to, self._device_type)})
+        kept = all(record["has"] for record in had.values())
         made = self._exchange(first)
 
         def second() -> Mapping[str, Any]:
@@ -126,9 +116,6 @@ class Change:
         placed = self._mover.place(self.prev, self.curr.layout, among=self._to.ranks, group_size=group_size)
         if placed.devices == self._to.ranks:
             return
-        self._new = None
-        building.destroy(self._groups)
-        self._groups.clear()
         self._to = Mesh(dict(self._to.axes), placed.devices)
         self.make()
 
@@ -143,6 +130,7 @@ class Change:
                 self.state = {name: self._old.views[shard] for name, shard in names.items()}
             if self._new is not None:
                 companions, job = self._told.companions, self._new.job
+                check_swappable(self._new.held)
                 companions.check_optimizers(job.optimizer)
                 companions.set_groups(job.optimizer, self._new.held, self._new.text.entries)
                 self._later = building.take_extras(job, self._job, companions)
@@ -164,14 +152,12 @@ class Change:
             if isinstance(container, torch.optim.Optimizer) and container not in optimizers:
                 optimizers = (*optimizers, container)
             retire(models, optimizers)
-            building.destroy(old.groups)
-            old.groups = ()
         self._old = None
         if new is None:
             return None
         hooks.run([unwrapped(model) for model in new.job.models])
         generators.install(self._told.companions.streams(self._to, self._mover.device, self._told.generation))
-        new.job.generation, new.job.groups = self._told.generation + 1, tuple(self._groups)
+        new.job.generation = self._told.generation + 1
         return new.job
 
     def report(self, seconds: Mapping[str, float]) -> Report:

@@ -7,9 +7,12 @@ other, each to what the last one left of its dim:
 2. ``Shard`` over k: the runs, one behind the other, are cut into pieces of ceil(n / k); rank i takes the i-th, which
    may be short or empty (``torch.chunk``; ``placement_types.py``, ``Shard.local_shard_size_and_offset``).
 3. ``_StridedShard`` with split factor f: the runs are cut into f pieces as above, each of these into k, and rank i
-   takes the i-th of each. That is how ``fully_shard`` over tensor parallelism is written: TP cuts first, though its
-   axis comes last (``placement_types.py``, ``_StridedShard._split_tensor``).
-4. Mostly one run is left. Several runs (uneven strided cuts, or a factor that later axes do not take up) are as many
+   takes the i-th of each (``placement_types.py``, ``_StridedShard._split_tensor``). That is how ``fully_shard`` over
+   tensor parallelism is written: TP cuts first, though its axis comes last.
+4. The two are not the same where TP's last piece is short: of 11 rows over TP 3 and FSDP 3 rank (2, 2) holds row 10,
+   while the placements give that to (2, 0). So of a tensor that ``fully_shard`` has cut, its cut is taken last
+   (``_fsdp_param.py``, ``_init_sharded_param``). Without padding anywhere both say the same.
+5. Mostly one run is left. Several runs (uneven strided cuts, or a factor that later axes do not take up) are as many
    boxes of the whole, one behind the other in the local tensor.
 
 Order is that of the mesh's axes, or the spec's ``shard_order`` where it has another. Offsets are of the whole tensor,
@@ -61,8 +64,13 @@ class Box:
     local: Region
 
 
-def cuts_of(tensor: DTensor, name: str) -> tuple[Cut, ...]:
+def cuts_of(tensor: DTensor, name: str, *, by_fsdp: bool = False) -> tuple[Cut, ...]:
     """The cuts of a DTensor, in the order in which they apply.
+
+    Args:
+        tensor: a parameter, a buffer, state.
+        name: of it, for errors.
+        by_fsdp: whether ``fully_shard`` has cut it, or the parameter that it is state of.
 
     Raises:
         Mismatch: naming the tensor, if a placement is partial, or of a kind that is not known.
@@ -82,11 +90,15 @@ def cuts_of(tensor: DTensor, name: str) -> tuple[Cut, ...]:
             )
     order = getattr(tensor._spec, "shard_order", None)
     axes = [axis for entry in order for axis in entry.mesh_dims] if order else range(len(placements))
-    return tuple(
+    cuts = [
         Cut(placement.dim, axis, int(getattr(placement, "split_factor", 1)))
         for axis in axes
         if not (placement := placements[axis]).is_replicate()
-    )
+    ]
+    if by_fsdp:
+        last = [Cut(cut.dim, cut.axis) for cut in cuts if cut.factor > 1]
+        cuts = [cut for cut in cuts if cut.factor == 1] + last
+    return tuple(cuts)
 
 
 def boxes(shape: Sequence[int], cuts: Iterable[Cut], mesh: Sequence[int], at: Sequence[int]) -> tuple[Box, ...]:

@@ -21,12 +21,13 @@ from ...plan.summary import STAGING_BYTES
 from ...schedule import Schedule, peak_of
 from ...values import Mesh, PlacedLayout, Topology
 from ..imagined import imagined_world, undisturbed_generators
-from .building import Build, torch_mesh
+from .building import Build
 from .described import Standing, Text, layout_of
 from .gathered import Old, Told, check_ties
 from .job import Job
 from .live import meshes_of
 from .meeting import meet
+from .meshes import torch_mesh
 from .new import New
 from .report import DryRun
 

@@ -1,23 +1,30 @@
 """The new job after the move: tensors that have arrived become its parameters, buffers, state and gradients.
 
-A parameter keeps its identity: its content is swapped (``torch.utils.swap_tensors``), so optimizers, param groups and
-FSDP2's own records, which hold it, hold the new content. A local part that is one piece is the very tensor that
-arrived, or that stayed; one of several pieces is put together.
+A parameter keeps its identity, so optimizers, param groups and the records of FSDP2 and DDP, which hold it, hold the
+new content. DTensors, and what is on the meta device, have their content swapped (``torch.utils.swap_tensors``); plain
+tensors with data are given other data, because DDP's reducer holds them below Python, where no swap reaches. Plain
+buffers likewise: DDP broadcasts those that it found when it was made. A local part that is one piece is the very
+tensor that arrived, or that stayed; one of several pieces is put together.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ...values import Kind, Region, Shard
+from ...values import Kind, Mismatch, Region, Shard
 from .companions import Companions
 from .described import Entry, Standing, local_shape, pieces
 from .job import Job
 from .live import Held, clean, optimizers_in
+
+_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_USES: Final = 2
+"""Of a tensor, by itself and its gradient accumulator; ``torch.utils.swap_tensors`` allows no more."""
 
 
 def assembled(entry: Entry, standing: Standing, tensors: Mapping[Shard, torch.Tensor]) -> torch.Tensor:
@@ -60,11 +67,18 @@ def install(
         if kind is Kind.PARAM:
             parameter = held.parameters[name]
             trains = not any(one in companions.frozen for one in parts[name])
-            new = torch.nn.Parameter(_like(parameter, local), requires_grad=trains)
-            torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
+            if not _takes_data(parameter, local):
+                _swap(parameter, torch.nn.Parameter(_like(parameter, local), requires_grad=trains))
+            else:
+                parameter.data = local
+                parameter.requires_grad_(trains)
         elif kind is Kind.BUFFER:
             for module, key in held.homes[kind, name]:
-                module._buffers[key] = _like(module._buffers[key], local)
+                buffer = module._buffers[key]
+                if buffer is not None and _takes_data(buffer, local):
+                    buffer.data = local
+                else:
+                    module._buffers[key] = _like(buffer, local)
     _install_state(job, held, locals_of, parts, companions)
     for name in shapes:
         if (grad := locals_of.get((Kind.GRAD, name))) is not None:
@@ -94,6 +108,38 @@ def _install_state(
                 state[str(kind)] = _like(parameter, locals_of[kind, name])
             if state:
                 optimizer.state[parameter] = state
+
+
+def check_swappable(held: Held) -> None:
+    """Hold it that the new job's parameters can be given their content.
+
+    Raises:
+        Mismatch: naming a parameter that something else holds, so that torch would not swap it.
+    """
+    for name, parameter in held.parameters.items():
+        plain = not isinstance(parameter, DTensor) and not parameter.is_meta
+        if not plain and (weakref.getweakrefs(parameter) or parameter._use_count() > _USES):
+            raise Mismatch(
+                f"something that build made holds parameter {name} of the new model from outside (a weak reference, a "
+                "hook on its gradient accumulator, a wrapper that records parameters), so it cannot be given its "
+                "content; nothing was moved. What to do: make that after the change, or give the module data first "
+                "(model.to_empty(device=...)) if its parameters are plain"
+            )
+
+
+def _swap(parameter: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
+    """Give a parameter the content of another, and leave it what was set and hooked on it."""
+    attributes = dict(vars(parameter))
+    hooks = {name: getattr(parameter, name) for name in _HOOKS}
+    torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
+    vars(parameter).update(attributes)
+    for name, registered in hooks.items():
+        if registered:
+            setattr(parameter, name, registered)
+
+
+def _takes_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:
+    return not isinstance(tensor, DTensor) and tensor.device == data.device
 
 
 def _like(tensor: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:

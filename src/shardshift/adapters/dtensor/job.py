@@ -96,7 +96,6 @@ class Job:
         self.generation = 0
         self.report: Report | None = None
         self.device_mesh: DeviceMesh | None = mesh if isinstance(mesh, DeviceMesh) else None
-        self.groups: tuple[dist.ProcessGroup, ...] = ()
         if self.mesh.position(self.rank) is None:
             raise Infeasible(
                 f"rank {self.rank} makes a job on {self.mesh}, of which it is no part; what to do: make the job on the "

@@ -46,6 +46,7 @@ class Live:
         local: this rank's part.
         cuts: how the whole is cut.
         mesh: along whose axes; None for a tensor that is whole here.
+        by_fsdp: whether ``fully_shard`` has cut it, or its parameter (``cuts.cuts_of``).
     """
 
     kind: Kind
@@ -54,6 +55,7 @@ class Live:
     local: torch.Tensor
     cuts: tuple[Cut, ...]
     mesh: DeviceMesh | None
+    by_fsdp: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}"
@@ -122,10 +124,19 @@ def settle(models: Sequence[torch.nn.Module]) -> None:
 
 
 def _unreduced(module: FSDPModule) -> Iterator[str]:
-    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-    for parameter in getattr(group, "fsdp_params", ()):
+    for parameter in _fsdp_parameters(module):
         if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
             yield getattr(parameter, "_param_fqn", None) or parameter._module_info.param_name
+
+
+def _fsdp_parameters(module: FSDPModule) -> Iterator[Any]:
+    """FSDP2's records of the parameters that it has cut; one group of them in older releases."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [group] if (group := state._fsdp_param_group) else []
+    for group in groups:
+        yield from group.fsdp_params
 
 
 def held_by(models: Sequence[torch.nn.Module]) -> Held:
@@ -139,6 +150,8 @@ def held_by(models: Sequence[torch.nn.Module]) -> Held:
     more: dict[str, list[str]] = {}
     parameters: dict[str, torch.nn.Parameter] = {}
     homes: dict[tuple[Kind, str], list[tuple[torch.nn.Module, str]]] = {}
+    modules = (module for model in models for module in model.modules() if isinstance(module, FSDPModule))
+    by_fsdp = {id(parameter.sharded_param) for module in modules for parameter in _fsdp_parameters(module)}
     for kind in (Kind.PARAM, Kind.BUFFER):
         for name, home, value in _named(models, kind):
             own = first.setdefault(id(value), name)
@@ -151,7 +164,7 @@ def held_by(models: Sequence[torch.nn.Module]) -> Held:
                     f"two parts of the job hold different tensors called {name}; nothing was moved. What to do: give "
                     "the parts of a pipeline names that are of the whole model (layers.7, not the third of this stage)"
                 )
-            tensors[kind, name] = live(kind, name, value)
+            tensors[kind, name] = live(kind, name, value, by_fsdp=id(value) in by_fsdp)
             if isinstance(value, torch.nn.Parameter):
                 parameters[name] = value
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -170,7 +183,7 @@ def _named(
                     yield clean(f"{prefix}.{key}" if prefix else key), (module, key), value
 
 
-def live(kind: Kind, name: str, value: torch.Tensor, of: Live | None = None) -> Live:
+def live(kind: Kind, name: str, value: torch.Tensor, of: Live | None = None, *, by_fsdp: bool = False) -> Live:
     """One tensor of this rank, and how it is cut.
 
     Args:
@@ -178,6 +191,7 @@ def live(kind: Kind, name: str, value: torch.Tensor, of: Live | None = None) -> 
         name: its name, or its parameter's.
         value: a DTensor or a plain tensor.
         of: the parameter, for its state and gradient, which must have its global shape.
+        by_fsdp: whether ``fully_shard`` has cut it.
 
     Raises:
         Mismatch: if there is no rule for it, or its local part is not what its placements say.
@@ -199,16 +213,13 @@ def live(kind: Kind, name: str, value: torch.Tensor, of: Live | None = None) -> 
                 f"{what} is a DTensor of {type(local).__name__}, of which shardshift does not know what its bytes are; "
                 "nothing was moved. What to do: keep it in plain tensors, or convert it before the change"
             )
-        return Live(kind, name, shape, local, cuts_of(value, what), value.device_mesh)
-    if of is None or shape == of.shape == tuple(of.local.shape):
-        return (
-            Live(kind, name, shape, value.data if value.requires_grad else value, (), None)
-            if of is None
-            else (Live(kind, name, of.shape, value, of.cuts, of.mesh))
-        )
-    if shape == tuple(of.local.shape):
-        return Live(kind, name, of.shape, value, of.cuts, of.mesh)
-    raise _no_rule(what, shape, of)
+        by_fsdp = by_fsdp or (of is not None and of.by_fsdp)
+        return Live(kind, name, shape, local, cuts_of(value, what, by_fsdp=by_fsdp), value.device_mesh, by_fsdp)
+    if of is None:
+        return Live(kind, name, shape, value.data if value.requires_grad else value, (), None)
+    if shape != tuple(of.local.shape):
+        raise _no_rule(what, shape, of)
+    return Live(kind, name, of.shape, value, of.cuts, of.mesh)
 
 
 def meshes_of(tensors: Iterable[Live]) -> list[DeviceMesh]:

@@ -98,22 +98,21 @@ def migrate(
     ) as mover:
         clock.lap("meet")
         change = Change(job, build, to, mover, cast=cast, device_type=kind)
-        with change.undone_if_it_fails():
-            change.tell()
-            clock.lap("tell")
-            change.make()
-            if order == "least":
-                change.place()
-            change.ready()
-            clock.lap("make")
-            targets = mover.move(
-                change.prev,
-                change.curr,
-                change.state,
-                verify=verify,
-                compare_copies=compare_copies,
-                among=change.curr.devices,
-            )
+        change.tell()
+        clock.lap("tell")
+        change.make()
+        if order == "least":
+            change.place()
+        change.ready()
+        clock.lap("make")
+        targets = mover.move(
+            change.prev,
+            change.curr,
+            change.state,
+            verify=verify,
+            compare_copies=compare_copies,
+            among=change.curr.devices,
+        )
         clock.lap("move")
         found = change.finish(targets)
         clock.lap("install")

@@ -1,0 +1,88 @@
+"""Torch's meshes, and the process groups of their axes.
+
+1. Torch numbers process groups by a count of its own in each process, and their ranks meet under that number. Ranks
+   that have not taken part in every change have counted less. So before groups are made, all who take part set their
+   count to the highest; groups that ``build`` makes itself then meet, too.
+2. A mesh that was made is kept, with its groups, for as long as the default process group lives, and taken again when
+   a job comes back to it. DTensor remembers what it has worked out for a mesh, in every thread of autograd by itself,
+   and takes an equal mesh for the same one: so tensors on a second mesh of the same ranks would meet in the groups of
+   the first, which therefore have to live. All who take part must have it, or it is made anew.
+
+Rejected: destroying groups and clearing DTensor's caches, which can be cleared for one's own thread only.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...values import Infeasible, Mesh
+
+_MADE: Final[WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Mesh, str], DeviceMesh | None]]] = WeakKeyDictionary()
+"""By the world that they are of, which they do not outlive; None on a rank that is not in the mesh."""
+
+
+def group_count() -> int:
+    """How many process groups torch has numbered in this process."""
+    return int(c10d._world.group_count)
+
+
+def align_groups(count: int) -> None:
+    """Go on numbering process groups from there."""
+    c10d._world.group_count = count
+
+
+def has_mesh(mesh: Mesh, device_type: str) -> bool:
+    """Whether this rank has kept torch's mesh."""
+    return (mesh, device_type) in _made()
+
+
+def torch_mesh(mesh: Mesh, device_type: str, *, kept: bool = False) -> DeviceMesh | None:
+    """Torch's mesh, None on a rank that is not in it. Called by all who take part in the change, with counts aligned.
+
+    Torch sorts the ranks of the groups that it makes for a mesh, while coordinates follow the mesh: FSDP2 goes by the
+    one, DTensor by the other. So where ranks do not ascend along an axis, groups are made here, in the mesh's order.
+
+    Args:
+        mesh: the mesh.
+        device_type: of its tensors.
+        kept: whether all who take part have kept it.
+
+    Raises:
+        Infeasible: if the mesh has no axis.
+    """
+    if not mesh.axes:
+        raise Infeasible("the new mesh has no axis; nothing was moved. What to do: give one, of size 1 for one rank")
+    made, key = _made(), (mesh, device_type)
+    if not (kept and key in made):
+        made[key] = _new(mesh, device_type)
+    return made[key]
+
+
+def _made() -> dict[tuple[Mesh, str], DeviceMesh | None]:
+    world = dist.group.WORLD
+    assert world is not None  # whoever makes a mesh is in one
+    return _MADE.setdefault(world, {})
+
+
+def _new(mesh: Mesh, device_type: str) -> DeviceMesh | None:
+    ranks = torch.tensor(mesh.ranks, dtype=torch.int).reshape(mesh.shape)
+    lines = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(mesh.shape)]
+    if all(line == sorted(line) for along in lines for line in along):
+        made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.names)
+        return made if made.get_coordinate() is not None else None
+    own: list[dist.ProcessGroup] = []
+    for along, name in zip(lines, mesh.names, strict=True):
+        for line in along:
+            group = dist.new_group(line, group_desc=f"mesh_{name}", sort_ranks=False)
+            if dist.get_rank() in line:
+                own.append(group)
+    if not own:
+        return None
+    given = own if len(own) > 1 else own[0]
+    return DeviceMesh.from_group(given, device_type, mesh=ranks.tolist(), mesh_dim_names=mesh.names)
