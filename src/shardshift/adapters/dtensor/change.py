@@ -11,11 +11,10 @@ from ...engine import Mover, names_of
 from ...values import Mesh, PlacedLayout
 from .. import generators, hooks
 from ..imagined import undisturbed_generators
-from . import building, meshes
+from . import meshes
 from .building import Build
 from .described import Text
 from .gathered import Old, Records, Told, check_target, check_ties, layout_by_position, speaks, spoken
-from .installing import check_swappable
 from .job import Job
 from .live import optimizers_in, unwrapped
 from .new import New
@@ -41,7 +40,7 @@ class Change:
         device_type: of torch's mesh.
 
     Attributes:
-        prev: who holds what; known once ``compare`` is over.
+        prev: who holds what; known once ``make`` is over.
         curr: who shall hold what; likewise.
         state: this rank's tensors by name; likewise.
     """
@@ -56,6 +55,7 @@ class Change:
         self._old: Old | None = None
         self._new: New | None = None
         self._later: list[Callable[[], None]] = []
+        self._kept = False
         self._casts: dict[str, tuple[str, str]] = {}
 
     def _exchange(self, say: Callable[[], Mapping[str, Any]]) -> Records:
@@ -68,45 +68,57 @@ class Change:
     def tell(self) -> None:
         """Say what the old job is like, and hear it of all."""
 
-        def first() -> Mapping[str, Any]:
-            record = {"to": [self._to.axes, self._to.ranks], "count": meshes.group_count()}
+        def say() -> Mapping[str, Any]:
+            record = {"to": [self._to.axes, self._to.ranks], **self._counted()}
             if self._job is None:
                 return record
             self._old = Old.of(self._job)
             return record | self._old.record(self._job)
 
-        told = self._exchange(first)
-        check_target(told, self._to)
-        bodies = self._exchange(lambda: {} if self._old is None else self._old.bodies(self._mover.device, told))
-        self._told = Told.of(told, bodies)
-        meshes.align_groups(max(record["count"] for record in told.values()))
+        self._records = self._exchange(say)
+        check_target(self._records, self._to)
+        self._align(self._records)
+
+    def _counted(self) -> dict[str, Any]:
+        return {"groups": meshes.group_count(), "has_mesh": meshes.has_mesh(self._to, self._device_type)}
+
+    def _align(self, counted: Records) -> None:
+        meshes.align_groups(max(record["groups"] for record in counted.values()))
+        self._kept = all(record["has_mesh"] for record in counted.values())
 
     def make(self) -> None:
-        """Make the new mesh and job, and hear of all how it is cut."""
+        """Make the new mesh and job, let it take what it can before anything moves, and work out both layouts."""
 
         def first() -> Mapping[str, Any]:
-            device_mesh = meshes.torch_mesh(self._to, self._device_type, kept=kept)
+            record: dict[str, Any] = {} if self._old is None else self._old.bodies(self._mover.device, self._records)
+            device_mesh = meshes.torch_mesh(self._to, self._device_type, kept=self._kept)
             with undisturbed_generators():
                 self._new = None if device_mesh is None else New(self._build, device_mesh, self._to, self._job)
-            return {} if self._new is None else {"new": self._new.text.digest, "standing": self._new.standing}
+            return record if self._new is None else record | self._new.record
 
-        had = self._exchange(lambda: {"has": meshes.has_mesh(self._to, self._device_type)})
-        kept = all(record["has"] for record in had.values())
         made = self._exchange(first)
+        self._told = Told.of(self._records, made)
 
         def second() -> Mapping[str, Any]:
             new = self._new
-            return {"new_body": new.text.to_json()} if new and speaks(self._mover.device, made, "new") else {}
+            if new is None:
+                return {}
+            self._later = new.prepare(self._job, self._told.companions)
+            return {"new_body": new.text.body} if speaks(self._mover.device, made, "new") else {}
 
-        texts = spoken(made, self._exchange(second), "new", Text.from_json)
+        texts = spoken(made, self._exchange(second), "new", Text.of_body)
         check_ties(self._told.texts.values(), texts.values())
         moving: dict[str, Text] = {}
         for digest, text in texts.items():
             moving[digest], casts = self._told.moving(text, cast=self._cast)
             self._casts |= casts
-        after = layout_by_position(moving, made, self._to, "new", "standing")
+        after = layout_by_position(moving, made, self._to, "new", "new_standing")
         self.prev = PlacedLayout(self._told.layout, self._told.mesh.ranks)
         self.curr = PlacedLayout(after, self._to.ranks)
+        self.state = {}
+        if self._old is not None:
+            names = names_of(self._told.layout.shards(_position(self._told.mesh, self._mover.device)))
+            self.state = {name: self._old.views[shard] for name, shard in names.items()}
         if self._new is not None:
             self._new.moving = moving[self._new.text.digest]
 
@@ -117,26 +129,8 @@ class Change:
         if placed.devices == self._to.ranks:
             return
         self._to = Mesh(dict(self._to.axes), placed.devices)
+        self._align(self._exchange(self._counted))
         self.make()
-
-    def ready(self) -> None:
-        """Let the new job take what it can before anything moves, and hear that all have."""
-
-        def take() -> Mapping[str, Any]:
-            self.state = {}
-            if self._old is not None:
-                position = _position(self._told.mesh, self._mover.device)
-                names = names_of(self._told.layout.shards(position))
-                self.state = {name: self._old.views[shard] for name, shard in names.items()}
-            if self._new is not None:
-                companions, job = self._told.companions, self._new.job
-                check_swappable(self._new.held)
-                companions.check_optimizers(job.optimizer)
-                companions.set_groups(job.optimizer, self._new.held, self._new.text.entries)
-                self._later = building.take_extras(job, self._job, companions)
-            return {}
-
-        self._exchange(take)
 
     def finish(self, targets: Mapping[str, torch.Tensor]) -> Job | None:
         """After the commit: the new job takes its tensors, the old one is consumed."""

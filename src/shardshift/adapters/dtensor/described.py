@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -58,7 +59,7 @@ class Entry:
     def to_json(self) -> list[Any]:
         """Plain JSON values."""
         cuts = [[cut.dim, cut.axis, cut.factor] for cut in self.cuts]
-        plain = len(self.parts) == 1 and self.parts[0] == parts_of(self.name, self.shape, None)[0]
+        plain = self.parts == parts_of(self.name, self.shape, None)
         parts = None if plain else [[p.name, p.shape, *_listed(p.box), *_listed(p.at)] for p in self.parts]
         return [self.kind, self.name, self.shape, self.dtype, self.itemsize, self.mesh, cuts, parts]
 
@@ -79,7 +80,7 @@ def _listed(box: Region) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return box.offsets, box.shape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Text:
     """The entries of a rank, and which of its tensors have several names.
 
@@ -91,20 +92,21 @@ class Text:
     entries: tuple[Entry, ...]
     ties: tuple[tuple[str, ...], ...]
 
-    def to_json(self) -> str:
+    @cached_property
+    def body(self) -> str:
         """As it travels."""
         return json.dumps({"entries": [entry.to_json() for entry in self.entries], "ties": self.ties})
 
     @classmethod
-    def from_json(cls, text: str) -> Text:
-        """The inverse of ``to_json``."""
+    def of_body(cls, text: str) -> Text:
+        """The inverse of ``body``."""
         record = json.loads(text)
         return cls(tuple(map(Entry.from_json, record["entries"])), tuple(map(tuple, record["ties"])))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Of what travels."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return hashlib.sha256(self.body.encode()).hexdigest()[:16]
 
 
 def described(tensors: Iterable[Live], ties: tuple[tuple[str, ...], ...], names: Names | None) -> tuple[Text, Standing]:
@@ -180,7 +182,7 @@ class Piece:
 
 
 def pieces(entry: Entry, standing: Standing) -> Iterator[Piece]:
-    """The pieces of a rank's local part of a tensor; an empty part is one empty piece of the first logical tensor."""
+    """The pieces of a rank's local part of a tensor; an empty part is an empty piece of each logical tensor."""
     for part, whole, local in _logical(entry, standing):
         tensor = Tensor(entry.kind, part.name, part.shape, entry.dtype, entry.itemsize)
         yield Piece(Shard(tensor, whole), local)
@@ -189,10 +191,10 @@ def pieces(entry: Entry, standing: Standing) -> Iterator[Piece]:
 def _logical(entry: Entry, standing: Standing) -> Iterator[tuple[Filled, Region, Region]]:
     found = entry_boxes(entry, standing)
     if not any(box.whole.numel for box in found):
-        first = entry.parts[0]
         box = found[0]
-        alike = len(entry.parts) == 1 and first.box.shape == entry.shape == first.shape
-        yield first, box.whole if alike else Region(first.box.offsets, (0,) * len(first.shape)), box.local
+        for first in {part.name: part for part in reversed(entry.parts)}.values():
+            alike = len(entry.parts) == 1 and first.box.shape == entry.shape == first.shape
+            yield first, box.whole if alike else Region(first.box.offsets, (0,) * len(first.shape)), box.local
         return
     for box in found:
         for part in entry.parts:
@@ -298,7 +300,7 @@ def with_state(text: Text, state: Mapping[str, Mapping[Kind, Tensor]]) -> Text:
         state: per logical parameter the kinds of state that exist, as tensors.
 
     Raises:
-        Mismatch: if a parameter joins logical ones that have different kinds of state, or of other dtypes.
+        Unaccounted: if a parameter joins logical ones that have different kinds of state, or of other dtypes.
     """
     found = list(text.entries)
     for entry in text.entries:

@@ -75,7 +75,7 @@ class Old:
 
     def bodies(self, rank: int, told: Records) -> dict[str, str]:
         """What it says of that second."""
-        own = {"text": self.text.to_json(), "companions": base64.b64encode(self.companions).decode()}
+        own = {"text": self.text.body, "companions": base64.b64encode(self.companions).decode()}
         return {f"{name}_body": body for name, body in own.items() if speaks(rank, told, name)}
 
 
@@ -118,7 +118,7 @@ class Told:
             Mismatch: if they contradict one another.
         """
         mesh, generation = _one_job(told)
-        texts = spoken(told, bodies, "text", Text.from_json)
+        texts = spoken(told, bodies, "text", Text.of_body)
         records = spoken(told, bodies, "companions", base64.b64decode)
         layout = layout_by_position(texts, told, mesh, "text", "standing")
         return cls(

@@ -103,7 +103,6 @@ def migrate(
         change.make()
         if order == "least":
             change.place()
-        change.ready()
         clock.lap("make")
         targets = mover.move(
             change.prev,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...values import Kind, Mesh, Shard
-from .building import Build, built, refuse_data_of_its_own
+from .building import Build, built, refuse_data_of_its_own, take_extras
+from .companions import Companions
 from .described import Standing, Text, described
 from .gathered import Told
-from .installing import assembled, install, parts_by_name
+from .installing import assembled, check_swappable, install, parts_by_name
 from .job import Job
 from .live import Held, held_by, unwrapped
 
@@ -36,6 +38,25 @@ class New:
         self.text: Text
         self.standing: Standing
         self.text, self.standing = described(self.held.tensors, self.held.ties, self.job.names)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What this rank tells of it."""
+        return {"new": self.text.digest, "new_standing": self.standing}
+
+    def prepare(self, old: Job | None, companions: Companions) -> list[Callable[[], None]]:
+        """Let it take what it can before anything moves.
+
+        Returns:
+            What is left to do once the change is committed.
+
+        Raises:
+            Infeasible, Mismatch: if it cannot go on from where the old job is.
+        """
+        check_swappable(self.held)
+        companions.check_optimizers(self.job.optimizer)
+        companions.set_groups(self.job.optimizer, self.held, self.text.entries)
+        return take_extras(self.job, old, companions)
 
     def take(self, tensors: Mapping[Shard, torch.Tensor], told: Told) -> None:
         """Put what has arrived in place, in the dtypes of the new job."""

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...values import Mismatch, Region
-from ...values.region import flat_range
+from ...values.region import flat_range, overlapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,19 @@ def parts_of(name: str, shape: tuple[int, ...], names: Names | None) -> tuple[Fi
         Mismatch: if the parts do not fill the tensor exactly once, or a box is not inside its tensor or has other
             elements than its counterpart.
     """
-    given = name if names is None else names(name, shape)
-    parts = (given,) if isinstance(given, str | Part) else tuple(given)
+    if names is None:
+        whole = Region.whole(shape)
+        return (Filled(name, shape, whole, whole),)
+    given: object = names(name, shape)
+    parts = (given,) if isinstance(given, str | Part) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if strange := [part for part in parts if not isinstance(part, str | Part)]:
+        raise Mismatch(
+            f"names= gives {strange[0]!r} for {name}; nothing was moved. What to do: give a name, a "
+            "shardshift.fsdp.Part, or a list of them"
+        )
     found = tuple(_filled(Part(part) if isinstance(part, str) else part, name, shape) for part in parts)
-    if sum(part.at.numel for part in found) != math.prod(shape) or any(
-        one.at.intersect(other.at) for one, other in itertools.combinations(found, 2)
-    ):
+    filled = sum(part.at.numel for part in found) == math.prod(shape)
+    if not (found and filled) or overlapping([part.at for part in found]):
         raise Mismatch(
             f"the parts of {name} (global shape {shape}) are "
             f"{', '.join(f'{part.name} at {part.at}' for part in found)}, which do not fill it exactly once; nothing "
@@ -130,12 +137,15 @@ def _filled(part: Part, name: str, shape: tuple[int, ...]) -> Filled:
     at = part.at or Region.whole(shape)
     whole = part.shape or (part.box.shape if part.box else at.shape)
     box = part.box or Region.whole(whole)
-    inside = Region.whole(shape).contains(at) and len(at.shape) == len(shape) and len(box.shape) == len(whole)
-    if not (inside and Region.whole(whole).contains(box)) or at.numel != box.numel or not groups(at.shape, box.shape):
+    fits = len(at.shape) == len(shape) and len(box.shape) == len(whole) and at.numel == box.numel
+    # A rank may hold nothing of a tensor with dims, while of one without there is no empty part.
+    fits = fits and bool(whole or not shape)
+    inside = fits and Region.whole(shape).contains(at) and Region.whole(whole).contains(box)
+    if not (inside and groups(at.shape, box.shape)):
         raise Mismatch(
             f"part {part.name} of {name}: box {at} of the live tensor (global shape {shape}) is given as box {box} of "
             f"a logical tensor of shape {whole}; nothing was moved. What to do: give boxes inside their tensors that "
-            "hold the same elements in row-major order"
+            "hold the same elements in row-major order, and a logical tensor of one element the shape (1,)"
         )
     return Filled(part.name, whole, box, at)
 
