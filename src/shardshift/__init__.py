@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .adapters import audit, dry_run, megatron, migrate
+    from .adapters import audit, dry_run, megatron, migrate, transfer
     from .adapters import dtensor as fsdp
     from .elastic import Member, Resize, ResizeReport, ResizeSource, Script, Session
     from .elastic.opening import session
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    **dict.fromkeys(("audit", "dry_run", "fsdp", "megatron", "migrate"), "adapters"),
+    **dict.fromkeys(("audit", "dry_run", "fsdp", "megatron", "migrate", "transfer"), "adapters"),
     **dict.fromkeys(("Member", "Resize", "ResizeReport", "ResizeSource", "Script", "Session"), "elastic"),
     "session": "elastic.opening",
     **dict.fromkeys(("Mover", "Resumed", "mover_of", "names_of", "reshard"), "engine"),
@@ -94,6 +94,7 @@ __all__ = [
     "names_of",
     "reshard",
     "session",
+    "transfer",
 ]
 
 

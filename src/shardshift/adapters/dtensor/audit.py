@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from ...values import Mismatch
 from .. import hooks
 from ..account import Audit, judged
 from ..claims import Claims, Fate, Places, nbytes
@@ -22,12 +23,22 @@ _TORCHS: Final = "torch.distributed."
 
 
 def audit(job: Job) -> Audit:
-    """Account for every tensor that a live job reaches. Local; FSDP2 modules come to rest (``settle``)."""
+    """Account for every tensor that a live job reaches. Local; FSDP2 modules come to rest (``settle``).
+
+    Raises:
+        Mismatch: if a tensor has no rule, or no data.
+        Unaccounted: naming state of the optimizer that has no rule.
+    """
     models = [unwrapped(model) for model in job.models]
     settle(models)
     held = held_by(models)
     state, scalars = state_of(optimizers_in(job.optimizer), held)
     carried = {str(each): each.local for each in (*held.tensors, *state, *gradients_of(held))}
+    if without := [label for label, tensor in carried.items() if tensor.is_meta]:
+        raise Mismatch(
+            f"{', '.join(without[:8])} of this job is on the meta device, so it has no data to move; nothing was "
+            "moved. What to do: give the model its data (to_empty, then initialise or load) before the change"
+        )
     places = Places()
     claims = Claims(places)
     for label, tensor in carried.items():

@@ -11,10 +11,11 @@ from ...engine import Mover, names_of
 from ...values import Mesh, PlacedLayout
 from .. import generators, hooks
 from ..imagined import undisturbed_generators
+from ..once import Records, speaks, spoken
 from . import meshes
 from .building import Build
 from .described import Text
-from .gathered import Old, Records, Told, check_target, check_ties, layout_by_position, speaks, spoken
+from .gathered import Old, Told, check_target, check_ties, layout_by_position
 from .job import Job
 from .live import optimizers_in, unwrapped
 from .new import New

@@ -1,7 +1,7 @@
 """What a job carries besides tensors that have a region.
 
 That is: steps and settings of param groups, further values of the optimizer's state, frozen parameters, modules in
-evaluation, random streams, extras.
+evaluation, modules' extra state, random streams, extras.
 
 Each old rank gives one record of plain values (``plain``: nothing in it can run code). Ranks that say the same are
 heard once. A new rank reads all of them, which must agree where they speak of the same, and takes what concerns it.
@@ -9,18 +9,18 @@ heard once. A new rank reads all of them, which must agree where they speak of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from ...values import Mesh, Mismatch
+from ...values import Mesh, Mismatch, Unaccounted
 from .. import generators
 from ..groups import GroupRecord, Groups, describe
 from ..plain import digest_of_packed, dump, load, pack, unpack
 from .described import Entry
 from .job import Job, PerRank
-from .live import STEP, Held, Scalars, clean, optimizers_in
+from .live import STEP, Held, Scalars, modules_of, optimizers_in
 from .spread import Spread
 
 _STREAM: Final = "stream:"
@@ -56,6 +56,7 @@ def record_of(job: Job, held: Held, entries: Iterable[Entry], scalars: Scalars) 
                 one for name, each in held.parameters.items() if not each.requires_grad for one in logical[name]
             ],
             "evaluating": evaluating(job.models),
+            "modules": _extra_states(job.models),
             **{f"{_STREAM}{name}": state for name, state in streams.items()},
             **{f"{_EXTRA}{name}": _inner(extra).state_dict() for name, extra in job.extras.items()},
         },
@@ -74,9 +75,30 @@ def _inner(extra: Any) -> Any:
 
 def evaluating(models: Iterable[torch.nn.Module]) -> list[str]:
     """The modules that are not in training, by name."""
-    return sorted(
-        {clean(f"{name}.")[:-1] for model in models for name, each in model.named_modules() if not each.training}
-    )
+    return sorted({name for name, each in modules_of(models) if not each.training})
+
+
+def _with_extra_state(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules whose class has state of its own besides tensors (``get_extra_state``), by name."""
+    for name, module in modules_of(models):
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            yield name, module
+
+
+def _extra_states(models: Iterable[torch.nn.Module]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, module in _with_extra_state(models):
+        state, kind = module.get_extra_state(), type(module)
+        if state is None:
+            continue
+        if kind.set_extra_state is torch.nn.Module.set_extra_state:
+            raise Unaccounted(
+                f"{name or 'the model'} ({kind.__name__}) gives extra state and has no set_extra_state to take it; "
+                "nothing was moved. What to do: define it, or let get_extra_state give None",
+                [name],
+            )
+        found[name] = state
+    return found
 
 
 class Companions:
@@ -106,6 +128,10 @@ class Companions:
                 _agreed(self._scalars.setdefault(name, {}), values, name)
         self.frozen = {name for record in different for name in record["frozen"]}
         self.evaluating = {name for record in different for name in record["evaluating"]}
+        self._modules: dict[str, Any] = {}
+        for record in different:
+            for name, state in record["modules"].items():
+                _agreed(self._modules, {name: state}, "the modules' extra state")
         keys = dict.fromkeys(key for record in different for key in record)
         self._spread: dict[str, Spread] = {}
         for key in keys:
@@ -143,6 +169,17 @@ class Companions:
         """The state of an extra at a rank of the new mesh; see ``Spread.state``."""
         merge = extra.merge if isinstance(extra, PerRank) else None
         return self._spread[_EXTRA + name].state(mesh, rank, merge)
+
+    def set_modules(self, models: Iterable[torch.nn.Module]) -> None:
+        """Bring the modules of a new model into the mode, and to the extra state, of the old ones of their names."""
+        models = tuple(models)
+        for name, module in modules_of(models):
+            module.training = name not in self.evaluating
+        for model in models:
+            model.training = "" not in self.evaluating  # a wrapper's is the model's
+        for name, module in _with_extra_state(models):
+            if name in self._modules:
+                module.set_extra_state(unpack(self._modules[name]))
 
     def check_optimizers(self, optimizer: Any) -> None:
         """Hold it that the new job steps as the old one did.

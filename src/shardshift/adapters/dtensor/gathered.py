@@ -1,8 +1,4 @@
-"""What the ranks of a change tell one another, and what follows from it alike on all of them.
-
-Texts and records that several ranks have in common travel once: each rank tells their digest, and of those who have one
-in common the lowest says it.
-"""
+"""What the ranks of a change tell one another, and what follows from it alike on all of them."""
 
 from __future__ import annotations
 
@@ -10,19 +6,18 @@ import base64
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 
 from ...values import Kind, Layout, Mesh, Mismatch, Shard, Tensor
+from ..once import Records, speaks, spoken
 from .companions import Companions, record_of
-from .described import Standing, Text, described, layout_of, pieces, with_state
+from .described import Piece, Standing, Text, described, layout_of, pieces, with_state
 from .installing import at
 from .job import Job
 from .live import gradients_of, held_by, optimizers_in, settle, state_of, unwrapped
 
-Records: TypeAlias = Mapping[int, Mapping[str, Any]]
-"""Per rank what it said."""
 _NO_STATE: Final = (Kind.PARAM, Kind.BUFFER)
 
 
@@ -43,12 +38,17 @@ class Old:
     companions: bytes
 
     @classmethod
-    def of(cls, job: Job) -> Old:
+    def of(cls, job: Job, *, view: Callable[[torch.Tensor, Piece], torch.Tensor] | None = None) -> Old:
         """From a live job, whose modules come to rest.
+
+        Args:
+            job: the job.
+            view: of a local tensor and a piece of it the shard; None for one that may be a copy.
 
         Raises:
             Mismatch, Unaccounted: naming what has no rule.
         """
+        view = view or copied
         models = [unwrapped(model) for model in job.models]
         settle(models)
         job.audit().check()
@@ -57,7 +57,7 @@ class Old:
         tensors = (*held.tensors, *state, *gradients_of(held))
         text, standing = described(tensors, held.ties, job.names)
         views = {
-            piece.shard: at(each.local.detach(), piece.local).reshape(piece.shard.region.shape)
+            piece.shard: view(each.local.detach(), piece)
             for entry, each in zip(text.entries, tensors, strict=True)
             for piece in pieces(entry, standing)
         }
@@ -77,17 +77,6 @@ class Old:
         """What it says of that second."""
         own = {"text": self.text.body, "companions": base64.b64encode(self.companions).decode()}
         return {f"{name}_body": body for name, body in own.items() if speaks(rank, told, name)}
-
-
-def speaks(rank: int, told: Records, name: str) -> bool:
-    """Whether a rank is the lowest of those who told a digest."""
-    return rank == min(each for each, record in told.items() if record.get(name) == told[rank][name])
-
-
-def spoken(told: Records, bodies: Records, name: str, read: Callable[[str], Any]) -> dict[str, Any]:
-    """What each digest stands for, in order of the ranks."""
-    body = f"{name}_body"
-    return {told[rank][name]: read(record[body]) for rank, record in bodies.items() if body in record}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +151,38 @@ class Told:
             if kind not in _NO_STATE:
                 state.setdefault(name, {})[kind] = tensor
         return with_state(Text(tuple(entries), text.ties), state), casts
+
+
+def shards(job: Job) -> dict[Shard, torch.Tensor]:
+    """This rank's live tensors by shard, for ``shardshift.transfer``: views, so what is written to them the job has.
+
+    Parameters, buffers, optimizer state and gradients, in the logical names that ``Job(names=)`` gives. Its modules
+    come to rest first. Optimizer state that does not exist yet is left out: torch's ``get_state_dict`` makes it.
+
+    Raises:
+        Mismatch, Unaccounted: naming what has no rule, or no view.
+    """
+    return dict(Old.of(job, view=viewed).views)
+
+
+def copied(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A piece of a local tensor in its shard's shape; a copy if it has to be."""
+    return at(local, piece.local).reshape(piece.shard.region.shape)
+
+
+def viewed(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The same as a view.
+
+    Raises:
+        Mismatch: if it has none.
+    """
+    try:
+        return at(local, piece.local).view(piece.shard.region.shape)
+    except RuntimeError as error:
+        raise Mismatch(
+            f"{piece.shard} has no view in a local tensor of shape {tuple(local.shape)} and strides {local.stride()}, "
+            "so it cannot be written to; what to do: make the tensor contiguous, or give it other names"
+        ) from error
 
 
 def layout_by_position(texts: Mapping[str, Text], told: Records, mesh: Mesh, text: str, standing: str) -> Layout:

@@ -20,7 +20,7 @@ from ...values import Kind, Mismatch, Region, Shard
 from .companions import Companions
 from .described import Entry, Standing, local_shape, pieces
 from .job import Job
-from .live import Held, clean, optimizers_in
+from .live import Held, optimizers_in
 
 _HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _USES: Final = 2
@@ -83,9 +83,7 @@ def install(
     for name in shapes:
         if (grad := locals_of.get((Kind.GRAD, name))) is not None:
             held.parameters[name].grad = _like(held.parameters[name], grad)
-    for model in job.models:
-        for name, module in model.named_modules():
-            module.training = clean(f"{name}.")[:-1] not in companions.evaluating
+    companions.set_modules(job.models)
 
 
 def _install_state(

@@ -29,10 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...values import Kind, Mismatch, Unaccounted
 from .cuts import Cut, cuts_of
+from .refusals import by_value, refuse_shared_memory, strange, twice
 
 STEP: Final = "step"
 _WRAPPERS: Final = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor)
+_COMPILED: Final = "_orig_mod"
+"""Where what ``torch.compile`` makes of a module has the module."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,8 +88,8 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     Raises:
         Mismatch: for FSDP1, whose flat parameters have no placement.
     """
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    while (inner := _inside(model)) is not None:
+        model = inner
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise Mismatch(
@@ -95,6 +97,17 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
                 "where they lie; nothing was moved. What to do: shard with torch.distributed.fsdp.fully_shard (FSDP2)"
             )
     return model
+
+
+def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
+    return model.module if isinstance(model, DistributedDataParallel) else model._modules.get(_COMPILED)
+
+
+def modules_of(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """All modules of some models by name, without the outermost wrappers; the model itself is called ""."""
+    for model in models:
+        for name, module in unwrapped(model).named_modules():
+            yield clean(f"{name}.").removesuffix("."), module
 
 
 def clean(name: str) -> str:
@@ -143,7 +156,8 @@ def held_by(models: Sequence[torch.nn.Module]) -> Held:
     """The parameters and buffers of some modules (``unwrapped``).
 
     Raises:
-        Mismatch: if two different tensors have one name, or a tensor is of a kind that has no rule.
+        Mismatch: if two different tensors have one name, two parameters share memory, or a tensor is of a kind that
+            has no rule.
     """
     tensors: dict[tuple[Kind, str], Live] = {}
     first: dict[int, str] = {}
@@ -159,7 +173,9 @@ def held_by(models: Sequence[torch.nn.Module]) -> Held:
             if own != name:
                 more.setdefault(own, [own]).append(name)
                 continue
-            if (kind, name) in tensors or (Kind.PARAM, name) in tensors:
+            if homes[kind, name][1:]:
+                continue  # a module that two parts share
+            if (Kind.PARAM, name) in tensors or (Kind.BUFFER, name) in tensors:
                 raise Mismatch(
                     f"two parts of the job hold different tensors called {name}; nothing was moved. What to do: give "
                     "the parts of a pipeline names that are of the whole model (layers.7, not the third of this stage)"
@@ -169,6 +185,7 @@ def held_by(models: Sequence[torch.nn.Module]) -> Held:
                 parameters[name] = value
     names = {id(parameter): name for name, parameter in parameters.items()}
     ties = tuple(tuple(group) for group in more.values())
+    refuse_shared_memory((each.name, each.local) for each in tensors.values() if each.kind is Kind.PARAM)
     return Held(tuple(tensors.values()), parameters, names, ties, {key: tuple(each) for key, each in homes.items()})
 
 
@@ -197,8 +214,7 @@ def live(kind: Kind, name: str, value: torch.Tensor, of: Live | None = None, *, 
         Mismatch: if there is no rule for it, or its local part is not what its placements say.
     """
     what = f"{kind}:{name}"
-    if type(value) not in _PLAIN or value.layout is not torch.strided:
-        shown = type(value).__name__ if type(value) not in _PLAIN else f"tensor of layout {value.layout}"
+    if (shown := strange(value)) is not None:
         raise Mismatch(
             f"{what} is a {shown}, of which shardshift does not know what its bytes are; nothing was moved. What to "
             "do: keep it as a plain tensor or a DTensor, or convert it before the change"
@@ -208,9 +224,9 @@ def live(kind: Kind, name: str, value: torch.Tensor, of: Live | None = None, *, 
         if of is not None and shape != of.shape:
             raise _no_rule(what, shape, of)
         local = value._local_tensor
-        if type(local) is not torch.Tensor:
+        if (shown := strange(local)) is not None:
             raise Mismatch(
-                f"{what} is a DTensor of {type(local).__name__}, of which shardshift does not know what its bytes are; "
+                f"{what} is a DTensor of {shown}, of which shardshift does not know what its bytes are; "
                 "nothing was moved. What to do: keep it in plain tensors, or convert it before the change"
             )
         by_fsdp = by_fsdp or (of is not None and of.by_fsdp)
@@ -246,7 +262,8 @@ def optimizers_in(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
         return ()
     inner = getattr(optimizer, "optimizers", optimizer)
     several: Iterable[Any] = inner if isinstance(inner, Sequence) else (inner,)
-    found = tuple(each for one in several for each in ((one,) if one is optimizer else optimizers_in(one)))
+    flat = (each for one in several for each in ((one,) if one is optimizer else optimizers_in(one)))
+    found = tuple(dict.fromkeys(flat))
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):
             raise Unaccounted(
@@ -271,31 +288,31 @@ def state_of(optimizers: Iterable[torch.optim.Optimizer], held: Held) -> tuple[l
         Unaccounted: naming state that follows no rule, or of a parameter that is not in the model.
     """
     of = {each.name: each for each in held.tensors if each.kind is Kind.PARAM}
-    found: list[Live] = []
+    found: dict[tuple[Kind, str], Live] = {}
     scalars: Scalars = {}
     for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
+        kind_of = type(optimizer).__name__
+        states: Mapping[Any, Mapping[Any, Any]] = optimizer.state
+        for parameter, state in states.items():
             name = held.names.get(id(parameter))
             if name is None:
-                shape = tuple(getattr(parameter, "shape", ()))
+                shown = f"shape {tuple(parameter.shape)}" if isinstance(parameter, torch.Tensor) else repr(parameter)
                 raise Unaccounted(
-                    f"{type(optimizer).__name__} keeps state of a parameter of shape {shape} that is not in the model; "
-                    "nothing was moved. What to do: give the job every module whose parameters it steps",
-                    [str(shape)],
+                    f"{kind_of} keeps state of a parameter ({shown}) that is not in the model; nothing was moved. What "
+                    "to do: give the job every module whose parameters it steps",
+                    [shown],
                 )
             for key, value in state.items():
-                by_value = not isinstance(value, torch.Tensor) or (
-                    value.ndim == 0 and (key == STEP or of[name].shape != ())
-                )
-                if by_value:
-                    scalars.setdefault(name, {})[key] = _plain(value)
-                else:
-                    found.append(live(_kind(key, name), name, value, of[name]))
-    return found, scalars
-
-
-def _plain(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
+                if not isinstance(value, torch.Tensor) or (value.ndim == 0 and (key == STEP or of[name].shape != ())):
+                    if key in scalars.setdefault(name, {}):
+                        raise twice(key, name, kind_of)
+                    scalars[name][key] = by_value(value, f"{key}:{name}")
+                    continue
+                kind = _kind(key, name)
+                if (kind, name) in found:
+                    raise twice(key, name, kind_of)
+                found[kind, name] = live(kind, name, value, of[name])
+    return list(found.values()), scalars
 
 
 def _kind(key: Any, name: str) -> Kind:

@@ -29,6 +29,24 @@ class _ConsumedModule(torch.nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _refuse("module")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value) if name in _KNOWN else _refuse("module")
+
+    def __len__(self) -> int:
+        _refuse("module")
+
+    def __iter__(self) -> NoReturn:
+        _refuse("module")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        _refuse("module")
+
+    def __contains__(self, item: Any) -> bool:
+        _refuse("module")
+
+    def __bool__(self) -> bool:
+        return True  # as a module without __len__ is
+
     def __repr__(self) -> str:
         return "<module consumed by a change of layout>"
 
@@ -36,6 +54,9 @@ class _ConsumedModule(torch.nn.Module):
 class _ConsumedOptimizer(torch.optim.Optimizer):
     def __getattribute__(self, name: str) -> Any:
         return object.__getattribute__(self, name) if name in _KNOWN else _refuse("optimizer")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value) if name in _KNOWN else _refuse("optimizer")
 
     def __repr__(self) -> str:
         return "<optimizer consumed by a change of layout>"

@@ -1,0 +1,149 @@
+"""``transfer``: the state of one job becomes that of another, whatever frameworks they are of.
+
+Both speak of logical tensors, so all that is asked of them is which shard each of their live tensors is: a Megatron
+job (``megatron.Adapter.shards``), a job of torch's own parallelism (``fsdp.shards``), or anything that lists them.
+Where names or shapes differ, one of the two says so (``fsdp.Job(names=)``).
+
+1. Each rank tells its shards of both sides; lists that ranks have in common travel once.
+2. The two layouts, a plan, agreement and move are those of ``engine.Mover``: the fewest bytes, all or none.
+3. What has arrived is copied into the targets. Until all have committed these are untouched; sources are only read.
+
+Rejected: receiving into the targets themselves, which saves a copy and leaves them half written after a failure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..engine import mover_of, names_of
+from ..engine.events import Sink, nowhere
+from ..engine.line import Kind as Transport
+from ..engine.readiness import Verify
+from ..plan.summary import STAGING_BYTES
+from ..values import Kind, Layout, Mismatch, Region, Shard, Tensor, Topology, Unaccounted
+from .once import Records, speaks, spoken
+
+
+def transfer(
+    sources: Mapping[Shard, torch.Tensor],
+    targets: Mapping[Shard, torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    drop: Collection[str] = (),
+    verify: Verify = False,
+    compare_copies: bool = True,
+    topology: Topology | None = None,
+    transport: Transport = "auto",
+    staging_bytes: int = STAGING_BYTES,
+    timeout_s: float = 60.0,
+    memory: torch.device | str = "cpu",
+    sink: Sink = nowhere,
+) -> int:
+    """Fill the tensors of one job from those of another. Called by all ranks of the group, alike.
+
+    What is no tensor (steps, schedules, positions) stays with the jobs.
+
+    Args:
+        sources: this rank's tensors of the job that has the state, by shard; none where it has no part.
+        targets: this rank's tensors of the other job, by shard, each of the region's shape; written in place.
+        group: all ranks of either job; None for the default one.
+        drop: kinds, or names as ``kind:name``, that the targets shall go without. Others that they lack are refused.
+        verify: see ``Mover.move``.
+        compare_copies: see ``Mover.move``.
+        topology: see ``Mover``.
+        transport: see ``Mover``.
+        staging_bytes: see ``Mover``.
+        timeout_s: see ``Mover``.
+        memory: see ``Mover``.
+        sink: see ``Mover``.
+
+    Returns:
+        Bytes that were sent between ranks, over all of them.
+
+    Raises:
+        Mismatch: if the two describe a tensor differently, or a tensor has not its shard's shape or dtype.
+        Unaccounted: naming what only the sources have.
+        StateLost: naming what no source holds.
+        PeerLost: if a rank is gone. In all these cases the targets are as they were.
+    """
+    with mover_of(
+        group,
+        topology=topology,
+        transport=transport,
+        staging_bytes=staging_bytes,
+        timeout_s=timeout_s,
+        memory=memory,
+        sink=sink,
+    ) as mover:
+        kept = {shard: tensor for shard, tensor in sources.items() if not _dropped(shard.tensor, drop)}
+        listed = {"sources": _body(kept), "targets": _body(targets)}
+
+        def first() -> dict[str, Any]:
+            for side in (kept, targets):
+                for shard, tensor in side.items():
+                    _check(shard, tensor)
+            return {name: hashlib.sha256(body.encode()).hexdigest()[:16] for name, body in listed.items()}
+
+        told = mover.exchange(_said(first))
+        own = {f"{name}_body": body for name, body in listed.items() if speaks(mover.device, told, name)}
+        bodies = mover.exchange(own)
+        prev, curr = (_layout(told, bodies, name) for name in listed)
+        if missing := sorted({*map(str, prev.tensors)} - {*map(str, curr.tensors)}):
+            raise Unaccounted(
+                f"only the sources have {', '.join(missing[:8])}; nothing was moved. What to do: give targets for "
+                "them, or name them, or their kinds, in drop=",
+                missing,
+            )
+        state = {name: kept[shard] for name, shard in names_of(prev.shards(mover.device)).items()}
+        arrived = mover.move(prev, curr, state, policy="keep", verify=verify, compare_copies=compare_copies)
+        with torch.no_grad():
+            for name, shard in names_of(curr.shards(mover.device)).items():
+                targets[shard].copy_(arrived[name])
+        return mover.plan.moved_bytes if mover.plan else 0
+
+
+def _dropped(tensor: Tensor, drop: Collection[str]) -> bool:
+    return str(tensor.kind) in drop or str(tensor) in drop
+
+
+def _said(say: Callable[[], dict[str, Any]]) -> dict[str, Any] | Exception:
+    try:
+        return say()
+    except Exception as error:  # the others wait for this record
+        return error
+
+
+def _check(shard: Shard, tensor: torch.Tensor) -> None:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if (tuple(tensor.shape), dtype) != (shard.region.shape, shard.tensor.dtype):
+        raise Mismatch(
+            f"{shard}: the tensor has shape {tuple(tensor.shape)} and dtype {dtype}, the shard {shard.region.shape} "
+            f"and {shard.tensor.dtype}; nothing was moved. What to do: give each shard the tensor of its region"
+        )
+
+
+def _body(tensors: Mapping[Shard, torch.Tensor]) -> str:
+    return json.dumps([[*_words(shard.tensor), shard.region.offsets, shard.region.shape] for shard in tensors])
+
+
+def _words(tensor: Tensor) -> Sequence[Any]:
+    return tensor.kind, tensor.name, tensor.shape, tensor.dtype, tensor.itemsize
+
+
+def _layout(told: Records, bodies: Records, name: str) -> Layout:
+    """The layout that all ranks' lists come to; rank r of it is rank r of the group."""
+    texts = spoken(told, bodies, name, _shards)
+    return Layout(list(texts.values()), [[*texts].index(told[rank][name]) for rank in sorted(told)])
+
+
+def _shards(body: str) -> tuple[Shard, ...]:
+    return tuple(
+        Shard(Tensor(Kind(kind), name, tuple(shape), dtype, itemsize), Region(tuple(offsets), tuple(extent)))
+        for kind, name, shape, dtype, itemsize, offsets, extent in json.loads(body)
+    )
