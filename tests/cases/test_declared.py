@@ -56,7 +56,7 @@ def test_two_ranks_that_hold_other_bits_under_one_experts_name_are_refused() -> 
             device: {box(of): torch.full((2, 3), value) for of, value in zip(names, (0.0, second), strict=True)}
             for device, second in ((0, 1.0), (1, last))
         }
-        copies = {device: Copies(plan, device) for device in (0, 1)}
+        copies = {device: Copies(plan.prev, device) for device in (0, 1)}
         suspects = differing({device: copies[device].digests(held[device]) for device in (0, 1)})
         assert bool(suspects) is not agree
         if suspects:

@@ -252,7 +252,7 @@ class Transition(Generic[J]):
         records = self._gather("agree", proposal, self._ready(state, proposal, derived))
         assert not isinstance(derived, Exception)  # it was told as a refusal
         if suspects := differing({device: record["copies"] for device, record in records.items()}):
-            copies = Copies(derived.plan, self._control.device)
+            copies = Copies(derived.plan.prev, self._control.device, derived.plan.lost)
             mine = copies.details(self._held, suspects)
             details = self._gather("copies", proposal, to_record(**mine))
             self._control.publish(self.key("refused"), b"")
@@ -331,7 +331,8 @@ class Transition(Generic[J]):
                 self._held = dict(state.held(derived.change))
                 if any(giver == self._control.device for _, giver in proposal.copies):
                     self._held = fitted(derived.plan.prev.shards_on(self._control.device), self._held)
-                copies = Copies(derived.plan, self._control.device).digests(self._held)
+                of_copies = Copies(derived.plan.prev, self._control.device, derived.plan.lost)
+                copies = of_copies.digests(self._held)
                 records = state.companions()
             for name, content in records.items():
                 self._control.publish(self._companion(name), content)

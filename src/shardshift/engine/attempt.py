@@ -260,7 +260,7 @@ class Attempt:
         if isinstance(plan, Exception):
             raise plan
         terms, device = self._terms, self._device
-        schedule, copies = Schedule.of(plan, terms.staging_bytes), Copies(plan, device)
+        schedule, copies = Schedule.of(plan, terms.staging_bytes), Copies(plan.prev, device, plan.lost)
         program = _program(schedule, device)
         names_of(plan.curr.shards_on(device))  # no two of them may have one name
         check_held(sources)

@@ -46,6 +46,7 @@ from .left import Left
 from .line import Kind, Line
 from .named import by_shard, names_of
 from .readiness import POLICIES, Policy, Verify, verifies
+from .reconcile import Differing, check_way, reconciled
 from .ties import Ties, tie
 
 _MEETING_S: Final = 60.0
@@ -184,6 +185,7 @@ class Mover:
         may_release: bool = False,
         verify: Verify = False,
         compare_copies: bool = True,
+        differing: Differing = "error",
         lost: Collection[int] = (),
         among: Collection[int] | None = None,
     ) -> dict[str, torch.Tensor]:
@@ -200,6 +202,7 @@ class Mover:
             may_release: whether ``auto`` may choose ``release`` where ``keep`` does not fit.
             verify: ``"digest"`` (or True): hold each piece to a digest of what was sent.
             compare_copies: refuse replicas that differ, which reads every byte that several devices hold.
+            differing: what becomes of replicas that differ instead: ``first``: as the lowest device has them; ``mean``.
             lost: devices of ``prev`` that are gone.
             among: devices that could have run the new ranks, for ``Plan.least_moved_bytes``; None for all.
 
@@ -213,6 +216,9 @@ class Mover:
             PeerLost: on every survivor within ``timeout_s`` + 5 s. The state is as it was under ``keep``; under
                 ``release`` it is in the error's ``journal``, for ``resume``.
         """
+        check_way(differing)
+        if differing != "error":
+            state = reconciled(self, lambda: self._placed(prev, lost), state, differing, lost)
         attempt = self._attempt(policy, may_release=may_release, verify=verify, compare_copies=compare_copies)
         with self._line.watch.peers():
             sources: dict[Shard, torch.Tensor] = {}

@@ -16,34 +16,34 @@ import numpy as np
 import torch
 import xxhash
 
-from ..plan import Plan
 from ..plan.lists import is_in
-from ..values import Mismatch, Region, Shard
+from ..values import Mismatch, PlacedLayout, Region, Shard
 from .checksum import checksum
 
 Digests = Mapping[str, int]
 
 
 class Copies:
-    """The shards of one device that other living devices hold exactly so, as the old layout of a plan says.
+    """The shards of one device that other living devices hold exactly so.
 
     Args:
-        plan: the plan.
-        device: one of its devices.
+        placed: who holds what.
+        device: one of its devices, or another one, which has none.
+        lost: devices that are gone.
     """
 
-    def __init__(self, plan: Plan, device: int) -> None:
-        self._plan, self._device = plan, device
+    def __init__(self, placed: PlacedLayout, device: int, lost: Collection[int] = ()) -> None:
+        self._placed, self._device, self._lost = placed, device, tuple(lost)
 
     @cached_property
     def groups(self) -> dict[str, tuple[Shard, ...]]:
         """Shards by group; equal keys on two devices stand for the same shards in the same order."""
-        placed = self._plan.prev
+        placed = self._placed
         layout, rows = placed.layout, placed.layout.rows
         rank = placed.rank_of(self._device)
-        if rank is None or self._device in self._plan.lost or not len(rows):
+        if rank is None or self._device in self._lost or not len(rows):
             return {}
-        living = ~is_in(placed.device_ids, np.array(self._plan.lost, np.int64))
+        living = ~is_in(placed.device_ids, np.array(self._lost, np.int64))
         players = np.bincount(layout.roles_of_rank[living].reshape(-1), minlength=layout.role_count)
         boxes = np.column_stack([rows.bundle, rows.low, rows.high])
         _, box_of = np.unique(boxes, axis=0, return_inverse=True)

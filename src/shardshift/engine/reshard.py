@@ -13,6 +13,7 @@ from .events import Sink, nowhere
 from .line import Kind
 from .mover import Mover
 from .readiness import Policy, Verify
+from .reconcile import Differing
 
 
 def reshard(
@@ -25,6 +26,7 @@ def reshard(
     may_release: bool = False,
     verify: Verify = False,
     compare_copies: bool = True,
+    differing: Differing = "error",
     topology: Topology | None = None,
     transport: Kind = "auto",
     staging_bytes: int = STAGING_BYTES,
@@ -47,6 +49,7 @@ def reshard(
         may_release: see ``Mover.move``.
         verify: see ``Mover.move``.
         compare_copies: see ``Mover.move``.
+        differing: see ``Mover.move``.
         topology: see ``Mover``.
         transport: see ``Mover``.
         staging_bytes: see ``Mover``.
@@ -77,6 +80,7 @@ def reshard(
             may_release=may_release,
             verify=verify,
             compare_copies=compare_copies,
+            differing=differing,
         )
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ...engine.events import Sink, nowhere
 from ...engine.line import Kind as Transport
 from ...engine.readiness import Verify
+from ...engine.reconcile import Differing
 from ...plan.summary import STAGING_BYTES
 from ...values import Infeasible, Mesh, Topology
 from .building import Build
@@ -43,6 +44,7 @@ def migrate(
     cast: bool = False,
     verify: Verify = False,
     compare_copies: bool = True,
+    differing: Differing = "error",
     device_type: str | None = None,
     topology: Topology | None = None,
     transport: Transport = "auto",
@@ -64,6 +66,7 @@ def migrate(
         verify: ``"digest"``: hold each piece to a digest of what was sent.
         compare_copies: refuse copies that differ (plain buffers of FSDP2 ranks may), which reads every byte that
             several ranks hold. Otherwise a rank whose part stays keeps its own, and others get any.
+        differing: what becomes of copies that differ instead: ``"first"``: all get the lowest rank's; ``"mean"``.
         device_type: of torch's mesh; None for that of the default process group's backend.
         topology: which ranks share a node, and rates; None for one node.
         transport: see ``shardshift.transport.connect``.
@@ -110,6 +113,7 @@ def migrate(
             change.state,
             verify=verify,
             compare_copies=compare_copies,
+            differing=differing,
             among=change.curr.devices,
         )
         clock.lap("move")
