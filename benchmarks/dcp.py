@@ -10,6 +10,8 @@ optimizer there. What arrives is held bit for bit to ``full_tensor()`` before th
    ``set_state_dict``. Tuned as its documentation advises: replicas share the writing, plans are cached, one thread a
    rank, no sync in memory, no collectives in the load. Its ``save`` and ``load`` alone are what the move alone is held
    to. It neither restarts the processes nor imports anything, as a job without shardshift would have to.
+3. *New memory, written once*: what the new state costs before a byte has been sent. On CPU that is most of a move: a
+   page that is touched for the first time costs more than the wire.
 """
 
 from __future__ import annotations
@@ -86,8 +88,8 @@ class Scale:
 
     cases: tuple[Case, ...] = CASES
     hidden: int = 1024
-    layers: int = 8
-    runs: int = 5
+    layers: int = 12
+    runs: int = 3
 
 
 class Pair(torch.nn.Module):
@@ -143,15 +145,21 @@ def run(say: Callable[[str], None], scale: Scale | None = None) -> tuple[str, Se
                 stack.callback(shutil.rmtree, folders[where], ignore_errors=True)
             found = run_ranks(WORLD, partial(_measured, case, folders, scale), timeout_s=600)
         rows += _rows(case, found, say)
-    state_bytes = 3 * 4 * scale.layers * 4 * scale.hidden**2
     described = (
         f"{scale.layers} pairs of Linear layers of {scale.hidden} and {2 * scale.hidden}, fp32, AdamW: "
-        f"{state_bytes / MiB:.0f} MiB of state, {WORLD} processes of one thread; medians of {scale.runs} runs by turns"
+        f"{state_bytes(scale) / MiB:.0f} MiB of state, {WORLD} processes of one thread; medians of {scale.runs} runs "
+        "by turns"
     )
     return described, sorted(rows, key=lambda row: row.goal is None)
 
 
 Times = dict[str, list[float]]
+TOUCH: Final = "new memory, written once"
+
+
+def state_bytes(scale: Scale) -> int:
+    """Parameters and both moments, over all ranks."""
+    return 3 * 4 * scale.layers * 4 * scale.hidden**2
 
 
 def _measured(case: Case, folders: Mapping[str, Path], scale: Scale, rank: Rank) -> Times:
@@ -164,6 +172,11 @@ def _measured(case: Case, folders: Mapping[str, Path], scale: Scale, rank: Rank)
         for where, checkpoint in checkpoints.items():
             for name, spent_s in checkpoint.through(rank, job).items():
                 times.setdefault(f"{where}: {name}", []).append(spent_s)
+        rank.barrier()
+        start_s = time.perf_counter()
+        touched = _first_touch(case, scale, rank.index)
+        times.setdefault(TOUCH, []).append(time.perf_counter() - start_s)
+        del touched
         for transport in LEAST:
             rank.barrier()
             start_s = time.perf_counter()
@@ -178,6 +191,12 @@ def _measured(case: Case, folders: Mapping[str, Path], scale: Scale, rank: Rank)
             job = _changed(there, lambda mesh: build(scale, 0, mesh), case.prev, case.curr, "auto")
             _check(job, expected) if not run_number else None
     return {name: spent[1:] if "bytes" not in name else spent for name, spent in times.items()}
+
+
+def _first_touch(case: Case, scale: Scale, rank: int) -> torch.Tensor | None:
+    """Make the memory of this rank's new state, and write to it once."""
+    position = case.curr.position(rank)
+    return None if position is None else torch.ones(state_bytes(scale) // (4 * len(case.curr.ranks)))
 
 
 def _changed(job: Any, made: Callable[[DeviceMesh], Any], to: ss.Mesh, other: ss.Mesh, transport: str) -> Any:
@@ -278,6 +297,7 @@ def _rows(case: Case, found: Sequence[Times], say: Callable[[str], None]) -> Ite
         yield _row(f"{case.name}: migrate, {transport}", own, f"checkpoint, {SHM}", of(f"{SHM}: whole"), 1 / least)
         bare = of(f"{SHM}: save") + of(f"{SHM}: load")
         yield _row(f"{case.name}: the move alone, {transport}", alone, f"save and load alone, {SHM}", bare)
+        yield _row(f"{case.name}: the move alone, {transport}", alone, TOUCH, of(TOUCH))
         yield _row(f"{case.name}: migrate, {transport}", own, f"checkpoint, {DISK}", of(f"{DISK}: whole"))
         say(
             f"{case.name}, {transport}: {own:.0f} ms, of which the move {alone:.0f} ({moved / MiB:.0f} MiB); "
