@@ -106,10 +106,10 @@ class Models:
         prev, curr = change.configs
         source = _built(change, prev, index)
         for one in held.named(source):
-            one.parameter.data.copy_(_known(one, change.shape))
+            one.parameter.data.copy_(known(one, change.shape))
         target = _built(change, curr, index)
         expected = {
-            (number, one.local_name): _known(one, change.shape)
+            (number, one.local_name): known(one, change.shape)
             for number, chunk in enumerate(target)
             for one in held.named([chunk])
         }
@@ -212,18 +212,21 @@ def grids_of(change: Change) -> tuple[Grid, Grid]:
     return prev, curr
 
 
+def known(one: held.Named, shape: ModelShape) -> torch.Tensor:
+    """The part of a logical tensor that a parameter is, in its dtype; padding of the vocabulary is zero.
+
+    The logical tensor is drawn whole, by its name, so that all ranks of all layouts know the same.
+    """
+    whole = list(held.whole_shape(one))
+    if one.name in (held.EMBEDDING, held.OUTPUT):
+        whole[0] = shape.vocab_size
+    generator = torch.Generator().manual_seed(zlib.crc32(one.name.encode()))
+    return held.slice_of(torch.randn(whole, generator=generator), one.cut, one.parameter.shape).to(one.parameter.dtype)
+
+
 def _built(change: Change, config: ParallelConfig, rank: int) -> Chunks:
     """The model in a layout, which stays ``parallel_state``'s until the next is built."""
     world.forget()
     world.initialize(config, TIMEOUT_S, gloo=False)
     model_parallel_cuda_manual_seed(1)
     return list(change.chunks(RankLayout(config, rank)))
-
-
-def _known(one: held.Named, shape: ModelShape) -> torch.Tensor:
-    """The part of a logical tensor that a parameter is; padding of the vocabulary is zero."""
-    whole = list(held.whole_shape(one))
-    if one.name in (held.EMBEDDING, held.OUTPUT):
-        whole[0] = shape.vocab_size
-    generator = torch.Generator().manual_seed(zlib.crc32(one.name.encode()))
-    return held.slice_of(torch.randn(whole, generator=generator), one.cut, one.parameter.shape)

@@ -85,10 +85,10 @@ class Rank:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {self.index} waits for others: {self.met.tolist()}")
 
-    def measure(self, sides: Mapping[str, Side], runs: int) -> Spans:
-        """Run each side ``runs`` times, by turns, all ranks together; once more at first, untimed."""
+    def measure(self, sides: Mapping[str, Side], runs: int, *, warm: bool = False) -> Spans:
+        """Run each side ``runs`` times, by turns, all ranks together; unless they are warm once more, untimed."""
         spans: Spans = {name: [] for name in sides}
-        for run in range(runs + 1):
+        for run in range(warm, runs + 1):
             for name, prepare in sides.items():
                 action = prepare()
                 self.barrier()

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from _changes import FIG_11
 from _moves import Ways, shrunk
 from _peer import enter
 from _processes import TIMEOUT_S, Rank, run_ranks
 from _state import check, held
-from planner import FIG_11, config, timed
+from planner import config, timed
 
 from shardshift.adapters.megatron import world
 from shardshift.engine import Event, Mover, names_of

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from _changes import FIG_9
 from _moves import Ways, largest_received_bytes, shrunk, time_plans
-from planner import FIG_9
 
 from shardshift.report.bench import Row
 from shardshift.values import Topology

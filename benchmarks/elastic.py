@@ -69,10 +69,10 @@ class Scale:
     founders: int = 4
     devices: int = 2 * DEVICES_PER_NODE
     per_node: int = DEVICES_PER_NODE
-    slow: int = 3
+    slow: int = 2
     lossy: str = "pp2tp2dp2"
     losses: int = 3
-    restarted: tuple[str, ...] = CONFIGS[:3]
+    restarted: tuple[str, ...] = CONFIGS[:2]
     weighed: str = "dp2"
     turns: int = 60
     timeout_s: float = 30.0

@@ -110,7 +110,7 @@ class Scale:
 
     cases: tuple[Case, ...] = CASES
     size: Size = field(default_factory=Size)
-    runs: int = 5
+    runs: int = 3
     small: int = 4096
     chain_bytes: int = 64 * MiB
     chain_mbit: int = 500

@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 PROCESSES: Final = 64
 """Of all jobs that run at one time; most of them wait for a timeout."""
+MANY: Final = 8
+EVERY: Final = 3
+"""Of a job of ``MANY`` processes every third place is tried: it has as many as all smaller ones together."""
 MOST_SAID: Final = 4
 LINE: Final = 200
 
@@ -83,6 +86,8 @@ def run(
         (faults,) = _apart([partial(faults_of, case)], 1)
         if most is not None:
             faults = faults[:: -(-len(faults) // most)]
+        elif case.devices >= MANY:
+            faults = faults[::EVERY]
         verdicts = _apart([partial(trial, case, fault) for fault in faults], max(PROCESSES // case.devices, 1))
         rows += rows_of(case, verdicts)
         ways = Counter(verdict.way for verdict in verdicts)
@@ -98,7 +103,8 @@ def run(
         say(f"{MOVES} moves over {transport}, by one mover and by reshard: done")
     scale = (
         f"GPT of {MODEL.layers} layers with moments over gloo, 4 or 8 processes, timeout {TIMEOUT_S:g} s; every device "
-        "the victim at each of its rounds (killed; stopped; killed in the middle), before and after each fence; "
+        "the victim at each of its rounds (killed; stopped; killed in the middle), before and after each fence "
+        f"(with {MANY} processes at each {EVERY}rd of these places); "
         f"{PROCESSES} processes at a time on one machine; and {MOVES} moves in a row, of 4 processes, by both policies"
     )
     return scale, rows

@@ -35,16 +35,12 @@ from shardshift.values import Infeasible
 ROOT: Final = Path(__file__).parents[1]
 SHARDSHIFT: Final = (sys.executable, "-c", "from shardshift.cli import main; main()")
 PORT: Final = 29400
-SILENCE_S: Final = 3.0
-TIMEOUT_S: Final = 3.0
 WAIT_S: Final = 120.0
 STEPS_AFTER: Final = 5
-STEPS: Final = 600
-"""Compared with those of the job without a partition."""
 RATE_MBIT: Final = 1000
 SETTLE_S: Final = 1.0
-MINORITY_S: Final = 8 * SILENCE_S
-"""Noticing takes SILENCE_S + 2 s, giving up on a quorum 2 * SILENCE_S + 10 s."""
+PAUSE_S: Final = 0.05
+"""Between two steps, so that a job outlasts what is done to it."""
 STEP: Final = re.compile(r"^step (\d+) in \w+: loss ([\d.]+)")
 
 
@@ -73,6 +69,29 @@ CASES: Final = (
     Case("2 nodes and a witness, the store's host is cut off", 2, True, 0, (1,)),
     Case("2 nodes, the one that does not host the store is cut off", 2, False, 1, (0,)),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is tried; the defaults are the benchmark's.
+
+    Attributes:
+        cases: the partitions.
+        steps: whose losses are compared with those of a job without a partition; 0 leaves that job out.
+        silence_s: after which an agent, a store or a worker that shows no life is lost.
+    """
+
+    cases: tuple[Case, ...] = CASES
+    steps: int = 600
+    silence_s: float = 3.0
+
+    @property
+    def minority_s(self) -> float:
+        """Until the smaller side has ended: noticing takes the silence + 2 s, giving up on a quorum twice it + 10 s."""
+        return 3 * self.silence_s + 15.0
+
+
+TINY: Final = Scale((CASES[2],), steps=0, silence_s=2.0)
 
 
 @dataclass
@@ -133,7 +152,7 @@ class Process:
         return [(at, int(step[1]), step[2]) for at, step in found if step]
 
 
-def run(say: Callable[[str], None]) -> tuple[str, Sequence[Row]]:
+def run(say: Callable[[str], None], scale: Scale | None = None) -> tuple[str, Sequence[Row]]:
     """Run it all.
 
     Raises:
@@ -141,29 +160,30 @@ def run(say: Callable[[str], None]) -> tuple[str, Sequence[Row]]:
     """
     if why := obstacle():
         raise Infeasible(f"partitions cannot be made here: {why}; what to do: run it as root, with iproute2")
+    scale = scale or Scale()
     rows: list[Row] = []
-    losses = undivided(say)
-    for case in CASES:
+    losses = undivided(scale, say) if scale.steps else {}
+    for case in scale.cases:
         say(case.name)
-        rows += partition(case, losses)
-    scale = (
-        f"namespaces on one bridge, {RATE_MBIT} Mbit/s; one worker a node, the example's GPT of 4 layers; an agent or "
-        f"a store that shows no life for {SILENCE_S:g} s is lost, a worker for {TIMEOUT_S:g} s"
+        rows += partition(case, scale, losses)
+    described = (
+        f"namespaces on one bridge, {RATE_MBIT} Mbit/s; one worker a node, the example's GPT of 4 layers; an agent, a "
+        f"store or a worker that shows no life for {scale.silence_s:g} s is lost"
     )
-    return scale, rows
+    return described, rows
 
 
-def undivided(say: Callable[[str], None]) -> dict[int, str]:
+def undivided(scale: Scale, say: Callable[[str], None]) -> dict[int, str]:
     """Per step its loss where nothing happens."""
     say("no partition")
-    with cluster(1, witness=False) as (nodes, _):
-        nodes[0].until(lambda line: line.startswith(f"step {STEPS} "))
+    with cluster(1, scale.silence_s, witness=False, pause_s=0.0) as (nodes, _):
+        nodes[0].until(lambda line: line.startswith(f"step {scale.steps} "))
         return {step: loss for _, step, loss in nodes[0].steps()}
 
 
-def partition(case: Case, losses: dict[int, str]) -> list[Row]:
+def partition(case: Case, scale: Scale, losses: dict[int, str]) -> list[Row]:
     """The rows of one case."""
-    with cluster(case.nodes, witness=case.witness) as (nodes, hosts):
+    with cluster(case.nodes, scale.silence_s, witness=case.witness) as (nodes, hosts):
         subprocess.run(["ip", "link", "set", "dev", cable_of(hosts, case.cut), "down"], check=True)
         cut_s = time.monotonic()
         # Until a loss is noticed nobody makes a step, and that takes longer than SETTLE_S.
@@ -175,8 +195,8 @@ def partition(case: Case, losses: dict[int, str]) -> list[Row]:
         late = [step for at, step, _ in nodes[case.cut].steps() if at > cut_s + SETTLE_S]
         wrong = [step for node in nodes for _, step, loss in node.steps() if losses.get(step, loss) != loss]
         return [
-            Row.of(f"{case.name}: until the others' next step", first_s - cut_s, "s", most=5 * SILENCE_S),
-            Row.of(f"{case.name}: until it has ended", stopped_s - cut_s, "s", most=MINORITY_S),
+            Row.of(f"{case.name}: until the others' next step", first_s - cut_s, "s", most=5 * scale.silence_s),
+            Row.of(f"{case.name}: until it has ended", stopped_s - cut_s, "s", most=scale.minority_s),
             Row.of(f"{case.name}: steps that it made afterwards", len(late), "", most=0),
             Row.of(f"{case.name}: steps with other losses than without a partition", len(wrong), "", most=0),
         ]
@@ -209,7 +229,9 @@ def _all_there(address: str, nodes: int, voters: int) -> None:
 
 
 @contextmanager
-def cluster(nodes: int, *, witness: bool) -> Iterator[tuple[list[Process], Hosts]]:
+def cluster(
+    nodes: int, silence_s: float, *, witness: bool, pause_s: float = PAUSE_S
+) -> Iterator[tuple[list[Process], Hosts]]:
     """A job on so many nodes, all of which train."""
     with (
         shaped_hosts(nodes + witness, RATE_MBIT) as hosts,
@@ -217,8 +239,9 @@ def cluster(nodes: int, *, witness: bool) -> Iterator[tuple[list[Process], Hosts
     ):
         started: list[Process] = []
         endpoint = f"{hosts.address(0)}:{PORT}"
-        options = ("--rdzv-endpoint", endpoint, "--rdzv-id", "partition", "--silence-s", f"{SILENCE_S:g}")
-        example = (str(ROOT / "examples/elastic/train.py"), "--pause", "0.05", "--timeout-s", f"{TIMEOUT_S:g}")
+        options = ("--rdzv-endpoint", endpoint, "--rdzv-id", "partition", "--silence-s", f"{silence_s:g}")
+        script = str(ROOT / "examples/elastic/train.py")
+        example = (script, "--pause", f"{pause_s:g}", "--timeout-s", f"{silence_s:g}")
         try:
             for slot in range(nodes):
                 command = (*SHARDSHIFT, "run", "--nnodes", f"1:{nodes}", "--nproc-per-node", "1", *options, *example)
@@ -227,9 +250,11 @@ def cluster(nodes: int, *, witness: bool) -> Iterator[tuple[list[Process], Hosts
                     started[0].until(lambda line: bool(STEP.match(line)))
                     if witness:
                         started.append(_start(hosts, nodes, (*SHARDSHIFT, "witness", *options), Path(folder), True))
-                        started[-1].until(lambda line: "witness of job" in line)
                 else:
                     started[-1].until(lambda line: "joins job" in line)
+            for one in started:
+                if one.is_witness:
+                    one.until(lambda line: "witness of job" in line)
             if nodes > 1:
                 _all_there(hosts.address(0), nodes, nodes + witness)
             started[0].take()

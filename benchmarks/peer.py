@@ -57,7 +57,7 @@ class Scale:
         ("tied embedding", "tp4", "pp2tp2", (("tied", True),)),
         ("padded vocabulary", "dp4", "tp4", (("vocab_size", 8300), ("vocab_divisor", 128))),
     )
-    runs: int = 5
+    runs: int = 3
 
 
 def run(say: Callable[[str], None], scale: Scale | None = None) -> tuple[str, Sequence[Row]]:

@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from _changes import FIG_8, FIG_9, FIG_11, PUBLISHED, TABLE_2
 from scipy.optimize import linear_sum_assignment
 
 from shardshift.models import Catalogue, Model, preset
@@ -45,66 +46,69 @@ STEPS = {
     "choose_sources": "sources",
     "prove": "proof",
 }
+
+
 HUGE = (("PP16TP16DP512", "PP12TP16DP640", 96), ("PP64TP16DP128", "PP48TP16DP160", 192))
-TABLE_2 = (
-    ("PP8TP1", "PP16TP1", 32),
-    ("PP4TP2", "PP4TP4", 36),
-    ("PP4TP4", "PP4TP2", 36),
-    ("PP4TP2", "PP6TP4", 36),
-    ("PP6TP4", "PP4TP2", 36),
-    ("PP4TP2DP3", "PP4TP8DP1", 36),
-)
-FIG_8 = (("PP2TP4", "PP2TP8"), ("PP2TP4", "PP4TP4"), ("PP2TP4DP1", "PP2TP4DP2"))
-FIG_9 = (
-    *(("PP16TP1", "PP8TP1", layers, 2048) for layers in (32, 64, 128)),
-    *(("PP8TP2", "PP8TP4", 64, hidden) for hidden in (2048, 3072, 4096)),
-    ("PP4TP2", "PP6TP4", 48, 3072),
-)
-FIG_11 = (
-    ("PP4TP2", "PP4TP4"),
-    ("PP4TP2", "PP4TP8"),
-    ("PP4TP2", "PP6TP4"),
-    ("PP8TP2", "PP8TP4"),
-    ("PP8TP2", "PP8TP8"),
-)
-PUBLISHED = (
-    ("llama3-8b", "PP2TP4DP2", "PP2TP4DP4"),
-    ("llama3-8b", "PP1TP8DP4", "PP2TP4DP2"),
-    ("llama3-70b", "PP4TP8DP2", "PP8TP8DP2"),
-    ("llama3-70b", "PP8TP8DP2", "PP4TP8DP3"),
-    ("llama3-405b", "PP16TP8DP8", "PP16TP8DP7"),
-    ("llama3-405b", "PP16TP8DP4", "PP18TP8DP4"),
-    ("mixtral-8x7b", "PP4TP2DP4EP4", "PP4TP2DP8EP8"),
-    ("mixtral-8x7b", "PP4TP2DP8EP8", "PP8TP2DP4EP4"),
-    ("deepseek-v3", "PP16TP1DP64EP64", "PP16TP1DP32EP32"),
-    ("deepseek-v3", "PP8TP1DP64EP64", "PP16TP1DP64EP64"),
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is planned; the defaults are the benchmark's.
+
+    Attributes:
+        speed: configurations that are planned step by step, of so many layers; of the first there are all parts.
+        runs: of each of those, of which the median counts.
+        huge: planned in a process each, with layers.
+        growth: DP sizes of one change.
+        zero1: the same with the distributed optimizer: layers, most seconds, most bytes over the least.
+        most: of each list of the paper's changes and of published models; None for all.
+    """
+
+    speed: tuple[tuple[str, str, int], ...] = (("PP16TP8DP8", "PP12TP8DP10", 96), ("PP16TP8DP16", "PP12TP8DP20", 96))
+    runs: int = 5
+    huge: tuple[tuple[str, str, int], ...] = HUGE
+    growth: tuple[int, ...] = (8, 32, 128, 512)
+    zero1: tuple[tuple[str, str, int, float | None, float], ...] = (
+        ("PP16TP8DP8", "PP12TP8DP10", 96, None, 1.0),
+        ("PP16TP8DP16", "PP12TP8DP20", 96, None, 1.0),
+        *((*one, 10, 1.01) for one in HUGE),
+    )
+    most: int | None = None
+
+
+TINY = Scale(
+    speed=(("PP4TP2DP2", "PP2TP2DP4", 8),),
+    runs=1,
+    huge=(("PP4TP2DP8", "PP2TP2DP16", 8),),
+    growth=(1,),
+    zero1=(("PP4TP2DP2", "PP2TP2DP4", 8, None, 1.0),),
+    most=1,
 )
 
 
-def run(say: Say) -> tuple[str, Sequence[Row]]:
+def run(say: Say, scale: Scale | None = None) -> tuple[str, Sequence[Row]]:
     """All of it, in a minute or two."""
+    scale = scale or Scale()
     rows: list[Row] = []
     for part in (speed, paper_speed, huge, growth, zero1, scenarios, scale_out, placements):
         say(f"{part.__name__} ...")
-        rows += part()
-    return (
-        "1,024 to 131,072 devices, 8 a node; speeds are medians of 5 runs in one process; times of moves are predicted "
-        "(busiest lane and fill of chains) against the lower bound of their placement",
-        rows,
-    )
+        rows += part(scale)
+    sizes = [ParallelConfig.parse(one).world_size for one, *_ in (*scale.speed, *scale.huge)]
+    words = f"{min(sizes):,} to {max(sizes):,} devices, 8 a node; speeds: medians of {scale.runs} runs in one process"
+    return f"{words}; times of moves are predicted, against the lower bound of their placement", rows
 
 
-def speed() -> Iterator[Row]:
-    """1,024 devices: the whole, its parts, and what an assignment over ranks would take."""
-    prev, curr, layers = "PP16TP8DP8", "PP12TP8DP10", 96
-    runs = [timed(prev, curr, layers) for _ in range(5)]
-    case = f"{prev} → {curr}, 1,024 devices"
+def speed(scale: Scale) -> Iterator[Row]:
+    """The whole, its parts, and what an assignment over ranks would take."""
+    prev, curr, layers = scale.speed[0]
+    runs = [timed(prev, curr, layers) for _ in range(scale.runs)]
+    case = f"{prev} → {curr}, {ParallelConfig.parse(prev).world_size:,} devices"
     total = statistics.median(sum(one.values()) for one in runs)
     yield Row.of(f"{case}: roles, pairing, placement, sources, proof", total * 1e3, "ms", most=50)
     for part in runs[0]:
         yield Row.of(f"{case}: {part}", statistics.median(one[part] for one in runs) * 1e3, "ms")
-    for before, after in ((prev, curr), ("PP16TP8DP16", "PP12TP8DP20")):
-        ours = statistics.median(timed(before, after, layers)["pairing"] for _ in range(5))
+    for before, after, layers in scale.speed:
+        ours = statistics.median(timed(before, after, layers)["pairing"] for _ in range(scale.runs))
         yield Row.of(
             f"{before} → {after}: pairing",
             ours * 1e3,
@@ -114,10 +118,10 @@ def speed() -> Iterator[Row]:
         )
 
 
-def paper_speed() -> Iterator[Row]:
+def paper_speed(scale: Scale) -> Iterator[Row]:
     """The paper's cost matrices, PP x TP from 8 to 64."""
     seconds = []
-    for prev, curr in FIG_11:
+    for prev, curr in FIG_11[: scale.most]:
         start = time.perf_counter()
         group_matrix(config(prev), config(curr), 48)
         seconds.append(time.perf_counter() - start)
@@ -125,11 +129,11 @@ def paper_speed() -> Iterator[Row]:
     yield Row.of("cost matrix as the paper's, mean of Fig. 11's changes", mean_ms, "ms", baseline="paper", theirs=7.54)
 
 
-def huge() -> Iterator[Row]:
-    """131,072 devices."""
-    for prev, curr, layers in HUGE:
+def huge(scale: Scale) -> Iterator[Row]:
+    """As many devices as the largest clusters have."""
+    for prev, curr, layers in scale.huge:
         found = apart(prev, curr, layers)
-        case = f"{prev} → {curr}, {layers} layers, 131,072 devices"
+        case = f"{prev} → {curr}, {layers} layers, {ParallelConfig.parse(prev).world_size:,} devices"
         yield Row.of(f"{case}: plan", found["plan_s"], "s", most=1)
         yield Row.of(f"{case}: peak memory of the process", found["peak_bytes"] / GiB, "GiB", most=1)
         yield Row.of(f"{case}: digest", found["digest_s"] * 1e3, "ms")
@@ -137,22 +141,17 @@ def huge() -> Iterator[Row]:
         yield bound_row(case, found)
 
 
-def growth() -> Iterator[Row]:
+def growth(scale: Scale) -> Iterator[Row]:
     """The same roles, ever more replicas."""
-    for dp in (8, 32, 128, 512):
+    for dp in scale.growth:
         prev, curr = f"PP16TP8DP{dp}", f"PP12TP8DP{dp * 5 // 4}"
         ours = statistics.median(sum(timed(prev, curr, 96).values()) for _ in range(3))
         yield Row.of(f"{prev} → {curr}, {16 * 8 * dp:,} devices, 224 roles: plan", ours * 1e3, "ms")
 
 
-def zero1() -> Iterator[Row]:
+def zero1(scale: Scale) -> Iterator[Row]:
     """The distributed optimizer: every rank is a role of its own."""
-    for prev, curr, layers, most_s, goal in (
-        ("PP16TP8DP8", "PP12TP8DP10", 96, None, 1.0),
-        ("PP16TP8DP16", "PP12TP8DP20", 96, None, 1.0),
-        (*HUGE[0], 10, 1.01),
-        (*HUGE[1], 10, 1.01),
-    ):
+    for prev, curr, layers, most_s, goal in scale.zero1:
         found = apart(prev, curr, layers, zero1=True)
         case = f"{prev} → {curr}, ZeRO-1"
         yield Row.of(f"{case}: plan", found["plan_s"], "s", most=most_s)
@@ -169,33 +168,33 @@ def zero1() -> Iterator[Row]:
         yield bound_row(case, found)
 
 
-def scenarios() -> Iterator[Row]:
+def scenarios(scale: Scale) -> Iterator[Row]:
     """The paper's changes and those of the published models: predicted time over the bound."""
     a, b = Topology.preset("cluster-a"), Topology.preset("cluster-b")
     gpt = preset("gpt3-32b")
-    for prev, curr, layers in TABLE_2:
+    for prev, curr, layers in TABLE_2[: scale.most]:
         yield near_bound(f"Table II: {prev} → {curr}", replace(gpt, layers=layers), prev, curr, a)
     for name in ("gpt3-2.7b", "gpt3-6.7b"):
-        for prev, curr in FIG_8:
+        for prev, curr in FIG_8[: scale.most]:
             yield near_bound(f"Fig. 8: {prev} → {curr}, {name}", preset(name), prev, curr, b)
-    for prev, curr, layers, hidden in FIG_9:
+    for prev, curr, layers, hidden in FIG_9[: scale.most]:
         model = sized(layers, hidden)
         yield near_bound(f"Fig. 9: {prev} → {curr}, {layers} layers of {hidden}", model, prev, curr, a)
     for prev, curr, where in (("PP16TP1", "PP8TP1", a), ("PP4TP2", "PP4TP4", b)):
         yield near_bound(f"Fig. 10: {prev} → {curr}, gpt3-64b", preset("gpt3-64b"), prev, curr, where)
-    for prev, curr in FIG_11:
+    for prev, curr in FIG_11[: scale.most]:
         yield near_bound(f"Fig. 11: {prev} → {curr}", gpt, prev, curr, a)
-    for name, prev, curr in PUBLISHED:
+    for name, prev, curr in PUBLISHED[: scale.most]:
         yield near_bound(f"{name}: {prev} → {curr}", preset(name), prev, curr, b)
         yield near_bound(f"{name}: {prev} → {curr}, ZeRO-1", preset(name), prev, curr, b, zero1=True)
 
 
-def scale_out() -> Iterator[Row]:
+def scale_out(scale: Scale) -> Iterator[Row]:
     """DP 1 to k costs little more than DP 1 to 2."""
     where = Topology.preset("cluster-b")
     model = preset("gpt3-6.7b")
     one = figures(model, "PP4TP2DP1", "PP4TP2DP2", where).lower_bound.seconds
-    for replicas in (2, 4, 8, 16, 32, 64):
+    for replicas in (2, 4, 8, 16, 32, 64)[: scale.most]:
         ours = figures(model, "PP4TP2DP1", f"PP4TP2DP{replicas}", where).predicted_s
         yield Row.of(
             f"DP 1 → {replicas} of PP4TP2, gpt3-6.7b: predicted",
@@ -207,7 +206,7 @@ def scale_out() -> Iterator[Row]:
         )
 
 
-def placements() -> Iterator[Row]:
+def placements(scale: Scale) -> Iterator[Row]:
     """Pairing and placement at once, against Algorithm 2 after the sketch."""
     a, b = Topology.preset("cluster-a"), Topology.preset("cluster-b")
     cases = [
@@ -217,7 +216,7 @@ def placements() -> Iterator[Row]:
         ("Fig. 10: PP16TP1 → PP8TP1", preset("gpt3-64b"), "PP16TP1", "PP8TP1", a),
         ("Fig. 10: PP4TP2 → PP4TP4", preset("gpt3-64b"), "PP4TP2", "PP4TP4", b),
     ]
-    for case, model, prev, curr, where in cases:
+    for case, model, prev, curr, where in cases[: scale.most]:
         joint = figures(model, prev, curr, where)
         phases = figures(model, prev, curr, where, method=Method.PHASES)
         coalesced, nodes = coalesced_figures(model, prev, curr, where)
@@ -379,8 +378,7 @@ def main(prev: str, curr: str, layers: str, *flags: str) -> None:
 
 def program_time_s(plan: Plan) -> float:
     """The slowest of three runs for the device in the middle, the first one cold."""
-    device = plan.devices[len(plan.devices) // 2]
-    seconds = []
+    device, seconds = plan.devices[len(plan.devices) // 2], []
     for _ in range(3):
         start = time.perf_counter()
         compile_program(plan, device, STAGING_BYTES)

@@ -2,13 +2,16 @@
 
 All sides move the same state in the same forked processes, by turns: parameters in bf16, fp32 masters and both moments
 of a GPT, whose elements say where they belong, so each side's result is checked bit for bit. The baselines are in
-``baselines``; none counts what a restart adds (ending and starting processes, imports, building the model).
+``baselines``; none counts what a restart adds (ending and starting processes, imports, building the model), but for
+*torchrun restart*, which counts the least of it. The fastest is not sought in two: that one, as it saves and loads like
+another, and megatron-core's *resharding*, as it moves weights only.
 
 1. *Fastest baseline*: the least save and the least reshard + load over all of them, on one file system.
 2. *Ours*: from when the devices have agreed, over gloo and directly within the host; beside it the whole of
    ``Mover.move``, from planning to commit, into new memory.
 3. *Ceiling*: the fastest baseline on /dev/shm over the bare transport of the bytes that our plan moves
-   (``baselines/bare.py``). No engine that moves these bytes over this transport can be more times as fast.
+   (``baselines/bare.py``). No engine that moves these bytes over this transport can be more times as fast. *With
+   copies*: as many bytes as the plan copies within devices are copied flat as well, which any method has to do.
 
 Ours has the placement that moves the fewest bytes, which is what the paper's sketch aims at. Where TP groups and whole
 nodes matter more there are rows against ETC's coalesced plan, which aims at that too.
@@ -17,6 +20,7 @@ nodes matter more there are rows against ETC's coalesced plan, which aims at tha
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,7 +29,9 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Final
 
+from _changes import TABLE_2
 from _processes import Rank, Spans, run_ranks
+from baselines import resharding, restart
 from baselines.bare import bare_sides
 from baselines.checkpoint import TorchCheckpoint
 from baselines.common import Baseline, Digests, Meter, Place, checked, digests, enter, gate_of, median_ms
@@ -33,8 +39,8 @@ from baselines.etc import ETC, published
 from baselines.megatron import EasyCkpt, Megatron
 from baselines.megatron_dist import MegatronDist
 from baselines.ours import Pool, moving, transports, whole
-from planner import TABLE_2
 
+from shardshift.demo.model import ModelShape
 from shardshift.models import Catalogue, Model
 from shardshift.plan import Plan
 from shardshift.plan.methods import Change, solve
@@ -44,6 +50,8 @@ from shardshift.values import ParallelConfig, Topology
 GiB: Final = 2**30
 SHM: Final = "/dev/shm"
 DISK: Final = "disk"
+MEGATRON_DIST: Final = "Megatron-Dist"
+HEADS: Final = 16
 LEAST: Final = {"same host": 10.0, "gloo": 5.0}
 """How many times as fast as the fastest baseline on /dev/shm we want to be, by transport."""
 CEILING: Final = 0.8
@@ -61,15 +69,17 @@ class Scale:
         hidden: hidden size; the paper's is 3072.
         vocab: rows of the embedding.
         runs: of each side, of which the median counts.
-        disk_runs: of those that save to disk, which no goal hangs on.
-        where: folders for checkpoints, by what they are called.
+        restarted: processes up to which a restart is measured: most of it is the imports of all of them.
+        slow_runs: of those that no goal hangs on: what is on disk, and Megatron-Dist, the slowest of all.
+        where: folders for checkpoints, by what they are called. On disk there is one baseline.
     """
 
     changes: tuple[tuple[str, str, int], ...] = TABLE_2
     hidden: int = 384
     vocab: int = 8192
     runs: int = 3
-    disk_runs: int = 1
+    restarted: int = 16
+    slow_runs: int = 1
     where: tuple[tuple[str, str], ...] = ((SHM, "/dev/shm"), (DISK, tempfile.gettempdir()))
 
 
@@ -161,17 +171,23 @@ class Times:
         """All phases of a baseline."""
         return sum(self.phases[name].values())
 
+    def add(self, name: str, phases: Mapping[str, float], nbytes: Mapping[str, int]) -> None:
+        """A baseline that was measured apart: milliseconds by phase, and bytes of those that have some."""
+        self.phases[name] = dict(phases)
+        self.phase_bytes[name] = {phase: nbytes.get(phase, 0) for phase in phases}
+
     def words(self, name: str) -> str:
         """A baseline and its phases."""
-        parts = [
-            f"{phase} {self.phases[name][phase]:.0f} ({self.phase_bytes[name][phase] / GiB:.2f} GiB)"
-            for phase in self.phases[name]
-        ]
+        parts = []
+        for phase, phase_ms in self.phases[name].items():
+            nbytes = self.phase_bytes[name][phase]
+            parts.append(f"{phase} {phase_ms:.0f}" + (f" ({nbytes / GiB:.2f} GiB)" if nbytes else ""))
         return f"{name}: {' + '.join(parts)}"
 
     def fastest(self, where: str) -> tuple[float, str]:
         """The least save and the least of what follows, on one file system; and in words."""
         here = [name for name in self.phases if name.endswith(where) or name == "EasyCkpt"]
+        here = [name for name in here if not name.startswith(restart.NAME)]
         save = min(here, key=lambda name: self.phases[name]["save"])
         after = {name: self.whole_ms(name) - self.phases[name]["save"] for name in here if len(self.phases[name]) > 1}
         load = min(after, key=after.__getitem__)
@@ -186,36 +202,73 @@ def run(say: Callable[[str], None], scale: Scale | None = None) -> tuple[str, Se
     state_bytes = most = 0
     for prev, curr, layers in scale.changes:
         model = Model.from_dimensions(
-            layers=layers, hidden=scale.hidden, heads=16, vocab=scale.vocab, positions=scale.hidden
+            layers=layers, hidden=scale.hidden, heads=HEADS, vocab=scale.vocab, positions=scale.hidden
         )
         asked = Asked.of(model, prev, curr, Topology.preset("cluster-a"))
         state_bytes, most = max(state_bytes, asked.ours.state_bytes), max(most, asked.world)
-        times, said = measured(asked, scale)
+        times, said = measured(asked, scale, say)
         for line in said:
             say(f"left out: {asked.case} on the same-host path, since {line}")
         rows += case_rows(asked, times, say)
+        rows += weights_rows(asked, times, layers, scale, say)
     described = (
         f"GPT of hidden {scale.hidden} in place of 3072 (1/{(3072 // scale.hidden) ** 2} of a layer), the paper's "
         f"layers and configurations, {state_bytes / GiB:.2f} GiB of state, up to {most} processes of one thread; "
-        f"medians of {scale.runs} runs, sides by turns, {scale.disk_runs} on disk; ours from the agreement on"
+        f"medians of {scale.runs} runs, sides by turns; on disk, and of Megatron-Dist, {scale.slow_runs}, a restart 1; "
+        "ours from the agreement on"
     )
     return described, sorted(rows, key=lambda row: row.goal is None)
 
 
-def measured(asked: Asked, scale: Scale) -> tuple[Times, list[str]]:
-    """Measure all sides of a change; and why the same-host path was left out, if it was."""
+def measured(asked: Asked, scale: Scale, say: Callable[[str], None]) -> tuple[Times, list[str]]:
+    """Measure all sides of a change that move the whole state; and why the same-host path was left out, if it was."""
     with ExitStack() as stack:
         folders: dict[str, Path] = {}
         for name, parent in scale.where:
             folders[name] = Path(tempfile.mkdtemp(prefix="shardshift-table2-", dir=parent))
             stack.callback(shutil.rmtree, folders[name], ignore_errors=True)
         gate, expected = gate_of(asked.world), digests(asked.ours.curr.layout)
+        kept = folders[SHM] / "restart"
+        kept.mkdir()
 
         def body(rank: Rank) -> Found:
             return _sides(rank, asked, folders, gate, expected, scale)
 
         found = run_ranks(asked.world, body, timeout_s=600)
-    return Times.from_ranks(found), sorted({line for one in found for line in one.said})
+        times = Times.from_ranks(found)
+        saved = f"torch checkpoint, {SHM}"
+        if asked.world > scale.restarted:
+            return times, sorted({line for one in found for line in one.said})
+        try:
+            phases = {"save": times.phases[saved]["save"], **restart.restarted(asked.ours, asked.configs[1], kept)}
+            times.add(f"{restart.NAME}, {SHM}", phases, times.phase_bytes[saved])
+        except (RuntimeError, subprocess.TimeoutExpired) as error:  # the other figures count all the same
+            say(f"left out: {asked.case}, {restart.NAME}: {error}")
+    return times, sorted({line for one in found for line in one.said})
+
+
+def weights_rows(asked: Asked, times: Times, layers: int, scale: Scale, say: Callable[[str], None]) -> Iterator[Row]:
+    """megatron-core's resharding, which moves the weights and no more."""
+    path = times.paths[0]
+    own_ms = times.of[f"ours, {path}"]
+    if why := resharding.obstacle(asked.configs):
+        yield Row.of(f"{asked.case}: ours, {path}; {resharding.NAME}, cannot: {why}", own_ms, "ms")
+        return
+    shape = ModelShape(
+        layers=layers,
+        hidden=scale.hidden,
+        heads=HEADS,
+        sequence_length=scale.hidden,
+        vocab_size=scale.vocab,
+        tied=False,
+    )
+    try:
+        found = resharding.resharded(asked.configs, shape, scale.runs)
+    except (RuntimeError, TimeoutError) as error:  # as above
+        say(f"left out: {asked.case}, {resharding.NAME}: {error}")
+        return
+    words = f"{resharding.NAME} ({found.moved_bytes / GiB:.2f} GiB)"
+    yield _row(f"{asked.case}: ours, {path}", own_ms, words, found.milliseconds)
 
 
 def _sides(
@@ -223,26 +276,30 @@ def _sides(
 ) -> Found:
     enter(rank, asked.world)
     place = Place.of(rank, asked.configs, asked.ours, expected, asked.devices_per_node)
-    baselines: list[Baseline] = [EasyCkpt(place)]
-    for where, folder in folders.items():
-        baselines += [
-            Megatron(place, folder / "megatron", where),
-            TorchCheckpoint(place, folder / "torch", where, sync=where == DISK),
-            MegatronDist(place, folder / "megatron-dist", where),
-        ]
+    shm = TorchCheckpoint(place, folders[SHM] / "torch", SHM, sync=False)
+    baselines: list[Baseline] = [
+        EasyCkpt(place),
+        Megatron(place, folders[SHM] / "megatron", SHM),
+        shm,
+        MegatronDist(place, folders[SHM] / "megatron-dist", SHM),
+    ]
+    if DISK in folders:
+        baselines.append(TorchCheckpoint(place, folders[DISK] / "torch", DISK, sync=True))
     over, said = transports(place)
     pool = Pool.of(place.targets)
     sides = {name: side for baseline in baselines for name, side in checked(place, baseline).items()}
     sides |= moving(place, "ours", (asked.ours,), over, pool)
     sides |= bare_sides(place, asked.ours, near="same host" in over)
-    sides |= moving(place, "joint", (asked.joint,), over, pool)
+    first = dict([max(over.items(), key=lambda one: one[0])])  # "same host", if it is there
+    sides |= moving(place, "joint", (asked.joint,), first, pool)
     for form, plans in asked.etc.items():
-        sides |= moving(place, f"{ETC}: {form}", plans, over, pool)
-    sides |= whole(place, asked.ours, over)
+        sides |= moving(place, f"{ETC}: {form}", plans, first, pool)
+    sides |= whole(place, asked.ours, first)
     meter = Meter(gate)
-    disk = {name: side for name, side in sides.items() if f", {DISK}: " in name}
-    meter.measure({name: side for name, side in sides.items() if name not in disk}, scale.runs)
-    meter.measure(disk, scale.disk_runs)
+    slow = {name: side for name, side in sides.items() if f", {DISK}: " in name or name.startswith(MEGATRON_DIST)}
+    meter.measure({name: side for name, side in sides.items() if name not in slow}, scale.runs)
+    meter.measure(slow, scale.slow_runs)
+    shm.keep(restart.checkpoint_of(folders[SHM] / "restart"))
     return Found(meter.spans, {baseline.name: baseline.moved_bytes for baseline in baselines}, said)
 
 
@@ -254,32 +311,33 @@ def case_rows(asked: Asked, times: Times, say: Callable[[str], None]) -> Iterato
         alone = "" if "load" in times.phases[name] else ", its save alone"
         yield _row(f"{case}: ours, {times.paths[0]}{alone}", main, times.words(name), times.whole_ms(name))
     fastest_ms, words = times.fastest(SHM)
+    moved = f"{plan.moved_bytes / GiB:.2f} GiB over the bare transport"
     for path in times.paths:
-        own_ms, bare_ms = of[f"ours, {path}"], of[f"bare {path}"]
-        ceiling = fastest_ms / bare_ms
-        under = f", under the goal of {LEAST[path]:g}" if ceiling < LEAST[path] else ""
-        say(
-            f"{case}, {path}: {fastest_ms / own_ms:.1f} x the fastest baseline on {SHM}; ceiling {ceiling:.1f} x"
-            f"{under}; {bare_ms / own_ms:.2f} of it; {plan.moved_bytes / GiB:.2f} GiB move, "
-            f"{plan.copied_bytes / GiB:.2f} are copied"
-        )
+        own_ms = of[f"ours, {path}"]
         yield _row(f"{case}: ours, {path}", own_ms, f"fastest on {SHM}: {words}", fastest_ms, 1 / LEAST[path])
-        floor = f"floor: {plan.moved_bytes / GiB:.2f} GiB over the bare transport"
-        yield _row(f"{case}: ours, {path}", own_ms, floor, bare_ms, 1 / CEILING)
+        floors = {"ceiling": (of[f"bare {path}"], f"floor: {moved}")}
         if plan.copied_bytes > COPYING * plan.moved_bytes:
-            floor = f"the same and {plan.copied_bytes / GiB:.2f} GiB of flat copies"
-            yield _row(f"{case}: ours, {path}", own_ms, floor, of[f"bare {path} and copies"])
-        times_as_fast = f"{case}: times as fast as the fastest on {SHM}, {path}"
-        yield Row.of(times_as_fast, fastest_ms / own_ms, "x", baseline=f"ceiling{under}", theirs=ceiling)
-        if any(name.endswith(DISK) for name in times.phases):
-            disk_ms, on_disk = times.fastest(DISK)
-            yield _row(f"{case}: ours, {path}", own_ms, f"fastest on {DISK}: {on_disk}", disk_ms)
-        whole_ms = of[f"whole, {path}"]
-        yield _row(f"{case}: all of Mover.move, {path}", whole_ms, f"fastest on {SHM}", fastest_ms)
-        for form in ("migrate", "migrate, then defragment"):
-            yield _row(f"{case}: ours, {path}", own_ms, f"{ETC}: {form}", of[f"{ETC}: {form}, {path}"])
-        joint_ms, etc_ms = of[f"joint, {path}"], of[f"{ETC}: coalesced, {path}"]
-        yield _row(f"{case}: ours on whole nodes, {path}", joint_ms, f"{ETC}: coalesced", etc_ms)
+            copied = f"floor with copies: the same and {plan.copied_bytes / GiB:.2f} GiB of flat copies"
+            floors["ceiling with copies"] = of[f"bare {path} and copies"], copied
+        told = []
+        for ceiling, (floor_ms, floor) in floors.items():
+            most = fastest_ms / floor_ms
+            under = f", under the goal of {LEAST[path]:g}" if most < LEAST[path] else ""
+            told.append(f"{ceiling} {most:.1f} x{under}, {floor_ms / own_ms:.2f} of it")
+            yield _row(f"{case}: ours, {path}", own_ms, floor, floor_ms, 1 / CEILING)
+            times_as_fast = f"{case}: times as fast as the fastest on {SHM}, {path}"
+            yield Row.of(times_as_fast, fastest_ms / own_ms, "x", baseline=f"{ceiling}{under}", theirs=most)
+        say(
+            f"{case}, {path}: {fastest_ms / own_ms:.1f} x the fastest baseline on {SHM}; {'; '.join(told)}; "
+            f"{plan.moved_bytes / GiB:.2f} GiB move, {plan.copied_bytes / GiB:.2f} are copied"
+        )
+        if (whole_ms := of.get(f"whole, {path}")) is not None:
+            yield _row(f"{case}: all of Mover.move, {path}", whole_ms, f"fastest on {SHM}", fastest_ms)
+    path = times.paths[0]
+    for form in ("migrate", "migrate, then defragment"):
+        yield _row(f"{case}: ours, {path}", main, f"{ETC}: {form}", of[f"{ETC}: {form}, {path}"])
+    joint_ms, etc_ms = of[f"joint, {path}"], of[f"{ETC}: coalesced, {path}"]
+    yield _row(f"{case}: ours on whole nodes, {path}", joint_ms, f"{ETC}: coalesced", etc_ms)
 
 
 def _row(case: str, own_ms: float, baseline: str, theirs_ms: float, most_ratio: float | None = None) -> Row:

@@ -47,7 +47,7 @@ class Scale:
     changes: tuple[tuple[str, str], ...] = tuple(PAPER)
     models: tuple[tuple[str, int, int], ...] = (("2.7B", 32, 320), ("6.7B", 32, 512))
     vocab: int = 8192
-    runs: int = 5
+    runs: int = 3
 
 
 def run(say: Callable[[str], None], scale: Scale | None = None) -> tuple[str, Sequence[Row]]:

@@ -204,7 +204,7 @@ def timed(hosts: Hosts, topology: Topology, plans: dict[str, Plan], runs: int) -
         hosts.enter(rank.index)
         with quiet():  # c10d warns that the gateway has no name
             transport = connected(rank, "gloo")
-        return rank.measure(plan_sides(plans, rank, transport), runs)
+        return rank.measure(plan_sides(plans, rank, transport), runs, warm=True)  # each has run once
 
     spans = run_ranks(topology.devices, body, host=hosts.gateway, timeout_s=TRIAL_S)
     return {name: median_s(spans, name) for name in plans}

@@ -11,8 +11,10 @@ cache, plans and metadata from the run before, as many threads as there is use f
 | ``megatron_dist`` | megatron-core's ``dist_checkpointing`` |
 | ``tenplex`` | state in a memory store per node, differential reads; and all through one node's store |
 | ``etc`` | the paper's own plans, carried out by our engine |
+| ``resharding`` | megatron-core's ``resharding``: the weights alone |
+| ``restart`` | a fresh job under torchrun, which loads a checkpoint |
 | ``bare`` | no baseline but the floor: the moved bytes as flat buffers |
 
-Two more are compared elsewhere, since they cannot take the paper's changes: a restart under torchrun (``elastic``, with
-a job that trains), and megatron-core's ``resharding`` (``peer``: weights alone, and only layouts of one world size).
+``resharding`` and ``restart`` have processes of their own. Both are compared elsewhere too: in ``peer`` weights against
+weights, in ``elastic`` with a Megatron job that trains.
 """

@@ -13,7 +13,7 @@ Meshes have no groups of their own; the checkpoint asks them for coordinates alo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,11 @@ class TorchCheckpoint:
         if self._first:
             empty_folder(self._folder)
 
+    def keep(self, folder: Path) -> None:
+        """Save once more, where it stays."""
+        if self._source:
+            dcp.save(self._saved, checkpoint_id=folder, process_group=self._group)
+
     def _save(self) -> None:
         if self._source:
             dcp.save(self._saved, storage_writer=self._writer, planner=self._planner, process_group=self._group)
@@ -95,21 +100,31 @@ def distributed(device: int, layout: PlacedLayout, config: ParallelConfig, tenso
     rank = layout.rank_of(device)
     if rank is None:
         return {}
-    stage = config.coordinate(rank).pp
-    ranks = [[config.rank(pp=stage, tp=tp, dp=dp) for tp in range(config.tp)] for dp in range(config.dp)]
-    devices = torch.tensor([[layout.devices[one] for one in row] for row in ranks])
+    devices = torch.tensor([[layout.devices[one] for one in row] for row in mesh_of(config, rank)])
     mesh = DeviceMesh("cpu", devices, mesh_dim_names=("dp", "tp"), _init_backend=False)
-    return {name: _distributed(mesh, shard, tensors[shard]) for name, shard in _logical(layout, device).items()}
+    named = logical(layout.shards_on(device))
+    return {name: _distributed(mesh, shard, tensors[shard]) for name, shard in named.items()}
 
 
-def _logical(layout: PlacedLayout, device: int) -> dict[str, Shard]:
-    shards = names_of(layout.shards_on(device)).values()
-    return {f"{shard.tensor.kind.value}.{shard.tensor.name}": shard for shard in shards}
+def mesh_of(config: ParallelConfig, rank: int) -> list[list[int]]:
+    """The ranks of a rank's stage, by dp and tp."""
+    stage = config.coordinate(rank).pp
+    return [[config.rank(pp=stage, tp=tp, dp=dp) for tp in range(config.tp)] for dp in range(config.dp)]
+
+
+def logical(shards: Iterable[Shard]) -> dict[str, Shard]:
+    """Shards by the name that their logical tensor has in a checkpoint."""
+    return {f"{shard.tensor.kind.value}.{shard.tensor.name}": shard for shard in names_of(shards).values()}
+
+
+def cut_of(shard: Shard) -> int | None:
+    """The dim along which a tensor is cut; None if it is whole."""
+    both = zip(shard.tensor.shape, shard.region.shape, strict=True)
+    return next((dim for dim, (whole, mine) in enumerate(both) if whole != mine), None)
 
 
 def _distributed(mesh: DeviceMesh, shard: Shard, local: torch.Tensor) -> DTensor:
-    shape = torch.Size(shard.tensor.shape)
-    cut = [dim for dim, (whole, mine) in enumerate(zip(shape, local.shape, strict=True)) if whole != mine]
-    placements: list[Placement] = [Replicate(), Cut(cut[0]) if cut else Replicate()]
+    shape, dim = torch.Size(shard.tensor.shape), cut_of(shard)
+    placements: list[Placement] = [Replicate(), Replicate() if dim is None else Cut(dim)]
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -12,9 +12,11 @@ import pytest
 from shardshift.report.bench import Benchmark, Row
 
 PHASES = {
-    "Megatron": ("save", "reshard", "load"),
-    "torch checkpoint": ("save", "load"),
-    "Megatron-Dist": ("save", "load"),
+    "Megatron, /dev/shm": ("save", "reshard", "load"),
+    "torch checkpoint, /dev/shm": ("save", "load"),
+    "torch checkpoint, disk": ("save", "load"),
+    "Megatron-Dist, /dev/shm": ("save", "load"),
+    "torchrun restart, /dev/shm": ("save", "start", "import", "meet", "load"),
 }
 
 
@@ -43,14 +45,22 @@ def test_a_tiny_table_2_has_every_baseline_by_phase(table2: ModuleType, tmp_path
     assert not list(tmp_path.iterdir()), "checkpoints were left behind"
     baselines = [str(row.baseline) for row in rows]
     for name, phases in PHASES.items():
-        for place, _ in where:
-            (told,) = [baseline for baseline in baselines if baseline.startswith(f"{name}, {place}: ")]
-            assert [part.split()[0] for part in told.split(": ")[1].split(" + ")] == list(phases)
+        (told,) = [baseline for baseline in baselines if baseline.startswith(f"{name}: ")]
+        assert [part.split()[0] for part in told.split(": ")[1].split(" + ")] == list(phases)
+    assert [one for one in baselines if "disk" in one and not one.startswith("torch checkpoint")] == []
+    assert any(baseline.startswith("megatron-core resharding, weights only (") for baseline in baselines)
     for form in ("migrate", "migrate, then defragment", "coalesced"):
         assert f"ETC's plan: {form}" in baselines
     goals = [row.goal for row in rows if row.goal]
-    assert goals == ["ratio <= 0.1", "ratio <= 1.25", "ratio <= 0.2", "ratio <= 1.25"]
+    assert goals == ["ratio <= 0.1", *["ratio <= 1.25"] * 2, "ratio <= 0.2", *["ratio <= 1.25"] * 2]
+    assert {"ceiling", "ceiling with copies"} <= {baseline.split(",")[0] for baseline in baselines}
     assert [row.goal is None for row in rows] == sorted(row.goal is None for row in rows), "goals come first"
+
+
+def test_resharding_needs_layouts_that_fill_one_world_with_replicas(table2: ModuleType) -> None:
+    resharding, parse = importlib.import_module("baselines.resharding"), table2.ParallelConfig.parse
+    assert [resharding.obstacle([parse(prev), parse(curr)]) for prev, curr, _ in table2.TABLE_2] == [None] * 6
+    assert "cannot fill 4 ranks" in resharding.obstacle([parse("PP3"), parse("PP4")])
 
 
 def test_the_fastest_baseline_is_the_least_save_and_the_least_of_what_follows(table2: ModuleType) -> None:
@@ -59,6 +69,7 @@ def test_the_fastest_baseline_is_the_least_save_and_the_least_of_what_follows(ta
         "Megatron, disk": {"save": 9.0, "reshard": 5.0, "load": 6.0},
         "torch checkpoint, disk": {"save": 4.0, "load": 12.0},
         "torch checkpoint, /dev/shm": {"save": 2.0, "load": 3.0},
+        "torchrun restart, /dev/shm": {"save": 0.5, "start": 0.1, "import": 0.1, "meet": 0.1, "load": 0.1},
     }
     times = table2.Times({}, phases, {}, ())
     assert times.fastest("disk")[0] == 1.0 + 11.0

@@ -18,7 +18,7 @@ import pytest
 from shardshift.cli.bench import run_bench
 from shardshift.report.bench import Benchmark, Curve, Row
 from shardshift.report.charts import save_chart
-from shardshift.values import Mismatch
+from shardshift.values import Infeasible, Mismatch
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("benchmarks")]
 FIGURES = ("coalescing", "defragmentation", "breakdown", "memory-profile", "loss", "topology")
@@ -113,6 +113,33 @@ def test_without_root_or_tools_the_topology_is_left_out_with_a_line_that_says_wh
     said: list[str] = []
     assert topology.run(said.append) == ("skipped, since network namespaces need root", [])
     assert said == ["skipped: network namespaces need root"]
+
+
+def test_a_tiny_plan_table_has_every_part_and_stays_at_the_proven_least() -> None:
+    benchmark = tiny("planner")
+    cases = {row.case for row in benchmark.rows}
+    parts = ("plan", "peak memory of the process", "digest", "one device's program", "moved", "nodes in use", "proof")
+    assert all(any(case.endswith(part) for case in cases) for part in parts)
+    assert all(row.met for row in benchmark.rows if row.unit in ("GiB", "nodes") and row.theirs)
+    assert benchmark.scale.startswith("16 to 64 devices")
+
+
+def test_of_a_cluster_that_is_parted_one_side_goes_on_and_the_other_makes_no_step() -> None:
+    if why := load("_netns").obstacle():
+        pytest.skip(why)
+    rows = {row.case.rsplit(": ", 1)[1]: row for row in tiny("partition").rows}
+    assert len(rows) == 4
+    assert rows["steps that it made afterwards"].ours == 0
+    assert rows["until the others' next step"].ours > 0
+
+
+def test_without_root_or_tools_partitions_are_refused_with_a_line_that_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    partition = load("partition")
+    monkeypatch.setattr(partition, "obstacle", lambda: "network namespaces need root")
+    with pytest.raises(Infeasible, match="partitions cannot be made here: network namespaces need root; what to do"):
+        partition.run(lambda line: None)
 
 
 def test_a_cluster_has_a_lane_for_each_device_and_a_link_for_each_node() -> None:
