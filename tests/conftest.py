@@ -27,31 +27,39 @@ ENDING_S = 5.0
 """How long processes that a test started may take to end after it."""
 
 
-STARTS_PROCESSES = {"cases", "demo", "docs", "elastic", "megatron", "transport"}
+STARTS_PROCESSES = {"cases", "demo", "docs", "dtensor", "elastic", "megatron", "transport"}
 """Folders whose tests start jobs: from one fork server a run, which is whatever the first job asks for."""
 
 ONE_PROCESS = {
     *("alone", "bounds", "declared", "described", "flat", "fused", "layers_and_experts", "many_changes", "placements"),
-    *("vocabulary", "board", "endpoint", "growth", "log", "metrics", "nearest", "policy", "proposal", "resize"),
-    *("roster", "sources", "status", "undo", "groups", "connect", "nccl", "offers", "views"),
+    *("vocabulary", "board", "endpoint", "growth", "jobfile", "log", "member", "metrics", "nearest", "policy"),
+    *("proposal", "resize", "roster", "sources", "status", "undo", "early", "groups", "connect", "memory", "nccl"),
+    *("offers", "views"),
+    *("cuts", "described_jobs", "described_names", "dry_run", "elements", "job_audit", "job_companions", "job_state"),
+    *("live", "mesh", "mesh_pairs", "parts", "retire", "spread"),
 }
 """Files of these folders whose tests start none: they run beside any other of the kind."""
 
 PATIENT = {
-    *("companions", "jobs", "demo", "commands", "example", "features", "manifests", "megatron_example"),
-    *("architectures", "attack", "audit", "beginning", "carry", "cases_modules", "cases_names", "cases_numbers"),
-    *("cases_optimizers", "distributed_optimizer", "exact", "experts", "grid", "half", "load", "odd_jobs", "oracle"),
-    *("peer", "quiesce", "refusals", "stages", "streams", "versions", "walk", "world"),
+    *("companions", "failures", "jobs", "peaks", "restart", "wires", "demo"),
+    *("commands", "elastic_guide", "example", "features", "fsdp_example", "manifests", "megatron_example"),
+    *("titan_example",),
+    *("agent", "buddy", "joining", "launchers", "leaving", "recovery", "session", "soak", "store_lost", "succession"),
+    *("ahead", "architectures", "attack", "audit", "beginning", "carry", "cases_modules", "cases_names"),
+    *("cases_numbers", "cases_optimizers", "distributed_optimizer", "exact", "experts", "grid", "half", "load"),
+    *("odd_jobs", "oracle", "peer", "quiesce", "recover", "refusals", "script", "stages", "streams", "survival"),
+    *("versions", "walk", "world", "process_group", "same_host"),
 }
-"""Files of these folders whose jobs are slower at worst when another file's run beside them: their limits are of 30 s
-and more, and no test waits for one to pass. They are marked ``patient``. All others, of losses or with short limits
-above all, are marked ``alone``: they have the cores to themselves."""
+"""Files of these folders whose jobs are slower at worst when another file's run beside them: their limits are of 10 s
+and more, and no test waits for one to pass. They are marked ``patient``; but for single tests that wait for a limit to
+pass, which are marked ``alone`` where they stand. All other files are marked ``alone``, too. Those tests run beside one
+another at most: their limits are short, and they mostly wait."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        name = item.path.stem.removeprefix("test_")
-        if item.path.parent.name in STARTS_PROCESSES and name not in ONE_PROCESS:
+        name, marked = item.path.stem.removeprefix("test_"), item.get_closest_marker("alone")
+        if item.path.parent.name in STARTS_PROCESSES and name not in ONE_PROCESS and not marked:
             item.add_marker("patient" if name in PATIENT else "alone")
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
@@ -67,7 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # all the rest of a process's life.
 PRELOAD = [
     *("pytest", "shardshift.demo.worker", "shardshift.elastic.agent.agent"),
-    *("tests.cases.movers", "tests.elastic.toy", "tests.megatron.losing", "tests.transport.processes"),
+    *("tests.cases.movers", "tests.dtensor.models", "tests.elastic.toy", "tests.megatron.losing"),
+    *("tests.transport.processes", "torch.distributed.checkpoint"),
 ]
 
 

@@ -18,7 +18,7 @@ import hashlib
 import io
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -53,6 +53,8 @@ def pack(value: Any, where: str) -> Any:
         if strange := [key for key in value if type(key) not in _KEYS]:
             raise _unknown(f"key {strange[0]!r} of {where}", strange[0])
         return kind((key, pack(item, f"{where}[{key!r}]")) for key, item in value.items())
+    if kind is Counter:
+        return (_TAG, kind.__name__, pack(dict(value), where))
     if kind in (set, frozenset):
         return (_TAG, kind.__name__, [pack(item, f"an item of {where}") for item in sorted(value, key=repr)])
     if kind in (bytes, bytearray):
@@ -261,6 +263,7 @@ def _unpack_numpy(payload: tuple[bool, str, tuple[int, ...], torch.Tensor]) -> A
 
 _UNPACK: Final[Mapping[str, Any]] = {
     "set": lambda items: set(unpack(items)),
+    "Counter": lambda counts: Counter(unpack(counts)),
     "frozenset": lambda items: frozenset(unpack(items)),
     "bytes": lambda content: _to_bytes(content),
     "bytearray": lambda content: bytearray(_to_bytes(content)),

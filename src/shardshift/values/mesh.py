@@ -90,11 +90,9 @@ class Mesh:
         return {rank: position for position, rank in enumerate(self.ranks)}
 
     def __str__(self) -> str:
-        ranks = (
-            f"{self.ranks[0]}-{self.ranks[-1]}"
-            if self.ranks == tuple(range(self.ranks[0], self.ranks[-1] + 1))
-            else ",".join(map(str, self.ranks))
-        )
+        ranks = ",".join(map(str, self.ranks))
+        if len(self.ranks) > 2 and self.ranks == tuple(range(self.ranks[0], self.ranks[-1] + 1)):
+            ranks = f"{self.ranks[0]}-{self.ranks[-1]}"
         axes = " x ".join(f"{name} {size}" for name, size in self.axes) or "one rank"
         return f"{axes} on ranks {ranks}" if len(self.ranks) > 1 else f"{axes} on rank {ranks}"
 

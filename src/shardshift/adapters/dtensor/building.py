@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
-from ...values import Infeasible, Mesh, Mismatch, Unaccounted
+from ...values import Infeasible, Kind, Mesh, Mismatch, Unaccounted
 from .. import hooks
 from ..reach import reach
 from .audit import is_torchs_own
 from .companions import Companions
 from .job import Job, PerRank
-from .live import Held, optimizers_in
+from .live import Held, clean, optimizers_in
 
 Build = Callable[[DeviceMesh], Any]
 """From torch's mesh a ``Job``, or (model, optimizer), or (model, optimizer, extras)."""
@@ -76,6 +77,59 @@ def refuse_data_of_its_own(job: Job, held: Held) -> None:
             f"or give its module a method {hooks.AFTER_MOVE} that makes it anew",
             left,
         )
+
+
+def check_stepped(
+    job: Job,
+    held: Held,
+    parts: Mapping[str, Sequence[str]],
+    tensors: Collection[tuple[Kind, str]],
+    companions: Companions,
+) -> None:
+    """Hold it that the new optimizers step every parameter that has state, so that none of it is left behind.
+
+    Args:
+        job: the new job, whose optimizers step parameters of its model only.
+        held: what its modules hold.
+        parts: per live parameter its logical names.
+        tensors: of the old job, by kind and logical name.
+        companions: of the old job.
+
+    Raises:
+        Unaccounted: naming parameters whose state nobody would take.
+    """
+    stepped = {held.names[id(p)] for each in _optimizers(job) for group in each.param_groups for p in group["params"]}
+    names = {name for kind, name in tensors if kind not in (Kind.PARAM, Kind.BUFFER, Kind.GRAD)}
+    left = [
+        name
+        for name in sorted(held.parameters.keys() - stepped)
+        if names.intersection(parts[name]) or companions.scalars(parts[name])
+    ]
+    if left:
+        raise Unaccounted(
+            f"the old job's optimizer has state of {', '.join(left[:8])}, which the new one does not step; nothing was "
+            "moved. What to do: give the new optimizer these parameters, too, or drop their state from the old one's",
+            left,
+        )
+
+
+def check_frozen(job: Job, parts: Mapping[str, Sequence[str]], companions: Companions) -> None:
+    """Hold it that under DDP the parameters that train are those of the old job: DDP looks once, when it wraps.
+
+    Raises:
+        Mismatch: naming parameters.
+    """
+    for model in job.models:
+        if not isinstance(model, DistributedDataParallel):
+            continue
+        trains = {name: parameter.requires_grad for name, parameter in model.module.named_parameters()}
+        frozen = {name: not companions.frozen.isdisjoint(parts[clean(name)]) for name in trains}
+        if differ := [name for name in trains if trains[name] == frozen[name]]:
+            raise Mismatch(
+                f"{', '.join(differ[:8])} {'is' if frozen[differ[0]] else 'is not'} frozen (requires_grad) in the old "
+                "job and otherwise in the new one, and DDP takes that as it is when it wraps; nothing was moved. What "
+                "to do: set requires_grad in build, before DistributedDataParallel"
+            )
 
 
 def take_extras(job: Job, old: Job | None, companions: Companions) -> list[Callable[[], None]]:

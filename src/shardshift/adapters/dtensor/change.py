@@ -104,7 +104,7 @@ class Change:
             new = self._new
             if new is None:
                 return {}
-            self._later = new.prepare(self._job, self._told.companions)
+            self._later = new.prepare(self._job, self._told)
             return {"new_body": new.text.body} if speaks(self._mover.device, made, "new") else {}
 
         texts = spoken(made, self._exchange(second), "new", Text.of_body)

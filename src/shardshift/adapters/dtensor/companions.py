@@ -25,6 +25,7 @@ from .spread import Spread
 
 _STREAM: Final = "stream:"
 _EXTRA: Final = "extra:"
+_NAMES: Final = "param_names"
 
 
 def record_of(job: Job, held: Held, entries: Iterable[Entry], scalars: Scalars) -> bytes:
@@ -38,7 +39,9 @@ def record_of(job: Job, held: Held, entries: Iterable[Entry], scalars: Scalars) 
     named: dict[torch.Tensor, str] = {parameter: held.names[id(parameter)] for parameter in held.parameters.values()}
     groups = []
     for optimizer in optimizers_in(job.optimizer):
-        for group in describe(named, optimizer.param_groups, optimizer.state, where):
+        # Names of parameters (torch writes them down where an optimizer is given named ones) are the new job's own.
+        own = [{key: value for key, value in group.items() if key != _NAMES} for group in optimizer.param_groups]
+        for group in describe(named, own, optimizer.state, where):
             names = [one for name in group.names for one in logical[name]]
             steps = [(step, [one for name in of_step for one in logical[name]]) for step, of_step in group.steps]
             groups.append(GroupRecord(group.settings, group.step, steps, names).plain())
@@ -46,6 +49,7 @@ def record_of(job: Job, held: Held, entries: Iterable[Entry], scalars: Scalars) 
     return dump(
         {
             "optimizers": sorted({type(each).__name__ for each in optimizers_in(job.optimizer)}),
+            "steppers": _steppers(job.optimizer, held, logical),
             "groups": groups,
             "scalars": {
                 one: {key: value for key, value in of_name.items() if key != STEP}
@@ -67,6 +71,15 @@ def record_of(job: Job, held: Held, entries: Iterable[Entry], scalars: Scalars) 
 def _logical(entries: Iterable[Entry]) -> dict[str, list[str]]:
     """Per live parameter its logical names."""
     return {entry.name: [part.name for part in entry.parts] for entry in entries if entry.kind == "param"}
+
+
+def _steppers(optimizer: Any, held: Held, logical: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Per type of optimizer the parameters that such a one steps."""
+    found: dict[str, list[str]] = {}
+    for each in optimizers_in(optimizer):
+        names = [held.names[id(p)] for group in each.param_groups for p in group["params"] if id(p) in held.names]
+        found.setdefault(type(each).__name__, []).extend(one for name in names for one in logical[name])
+    return found
 
 
 def _inner(extra: Any) -> Any:
@@ -119,6 +132,9 @@ class Companions:
         of_rank = {rank: read[content] for rank, content in sorted(records.items())}
         different = list(read.values())
         self.optimizers = sorted({name for record in different for name in record["optimizers"]})
+        self._stepper = {
+            name: kind for record in different for kind, names in record["steppers"].items() for name in names
+        }
         self.groups = Groups(
             {index: [GroupRecord(**group) for group in record["groups"]] for index, record in enumerate(different)}
         )
@@ -213,6 +229,14 @@ class Companions:
                         "model.parameters(), after fully_shard and parallelize_module"
                     )
                 names = [one for p in group["params"] for one in logical[held.names[id(p)]]]
+                if others := [
+                    name for name in names if self._stepper.get(name, type(each).__name__) != type(each).__name__
+                ]:
+                    raise Mismatch(
+                        f"{', '.join(others[:8])} was stepped by {self._stepper[others[0]]} in the old job and is by "
+                        f"{type(each).__name__} in the new one; nothing was moved. What to do: let build give each "
+                        "parameter to the same kind of optimizer"
+                    )
                 settings = self.groups.settings(names, group)
                 if settings is not None:
                     settings.pop(STEP, None)

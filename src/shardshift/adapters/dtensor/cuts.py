@@ -79,9 +79,9 @@ def cuts_of(tensor: DTensor, name: str, *, by_fsdp: bool = False) -> tuple[Cut, 
     for axis, placement in enumerate(placements):
         if placement.is_partial():
             raise Mismatch(
-                f"{name} is {placement} along axis {axis} of its mesh: each rank holds a summand, not a part; nothing "
-                "was moved. What to do: reduce it first (tensor.redistribute to Replicate or Shard), or drop it "
-                "(gradients: optimizer.zero_grad())"
+                f"{name} is partial ({placement}) along axis {axis} of its mesh: each rank holds a summand, not a "
+                "part; nothing was moved. What to do: reduce it first (tensor.redistribute to Replicate or Shard), or "
+                "drop it (gradients: optimizer.zero_grad())"
             )
         if type(placement) not in (Replicate, Shard, _StridedShard):
             raise Mismatch(

@@ -193,7 +193,7 @@ def _logical(entry: Entry, standing: Standing) -> Iterator[tuple[Filled, Region,
     if not any(box.whole.numel for box in found):
         box = found[0]
         for first in {part.name: part for part in reversed(entry.parts)}.values():
-            alike = len(entry.parts) == 1 and first.box.shape == entry.shape == first.shape
+            alike = first.box.shape == entry.shape == first.shape
             yield first, box.whole if alike else Region(first.box.offsets, (0,) * len(first.shape)), box.local
         return
     for box in found:

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ...values import Kind, Mismatch, Region, Shard
 from .companions import Companions
 from .described import Entry, Standing, local_shape, pieces
 from .job import Job
-from .live import Held, optimizers_in
+from .live import Held, fsdp_groups, optimizers_in
 
 _HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _USES: Final = 2
@@ -79,6 +80,7 @@ def install(
                     buffer.data = local
                 else:
                     module._buffers[key] = _like(buffer, local)
+    _renew_fsdp(job.models)
     _install_state(job, held, locals_of, parts, companions)
     for name in shapes:
         if (grad := locals_of.get((Kind.GRAD, name))) is not None:
@@ -134,6 +136,17 @@ def _swap(parameter: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
     for name, registered in hooks.items():
         if registered:
             setattr(parameter, name, registered)
+
+
+def _renew_fsdp(models: Iterable[torch.nn.Module]) -> None:
+    """Let FSDP2 look at its parameters again: it keeps views of their data from the first forward on.
+
+    Where ``build`` has run none, it looks by itself before the first.
+    """
+    for module in (each for model in models for each in model.modules() if isinstance(each, FSDPModule)):
+        for group in fsdp_groups(module):
+            for parameter in group.fsdp_params if group._reset_sharded_params else ():
+                parameter.reset_sharded_param()
 
 
 def _takes_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:

@@ -130,26 +130,30 @@ def settle(models: Sequence[torch.nn.Module]) -> None:
             if waiting := [clean(each) for each in _unreduced(module)]:
                 raise Mismatch(
                     f"{clean(name) or 'the model'} accumulates gradients of {', '.join(waiting[:8])} that have not "
-                    "been reduced (set_requires_gradient_sync(False)); nothing was moved. What to do: change the "
-                    "layout between two optimizer steps"
+                    "been reduced (set_requires_gradient_sync or set_requires_all_reduce is off); nothing was moved. "
+                    "What to do: change the layout between two optimizer steps"
                 )
             module.reshard()
 
 
 def _unreduced(module: FSDPModule) -> Iterator[str]:
-    for parameter in _fsdp_parameters(module):
-        if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
-            yield getattr(parameter, "_param_fqn", None) or parameter._module_info.param_name
+    for group in fsdp_groups(module):
+        # Reduced over the shards, not yet over the replicas (HSDP, set_requires_all_reduce(False)).
+        half = getattr(group, "_partial_reduce_output", None) is not None
+        for parameter in group.fsdp_params:
+            # In the dtype of the reduction, if that is another, and else where autograd puts gradients.
+            whole = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            if half or whole is not None or getattr(parameter, "unsharded_accumulated_grad", None) is not None:
+                yield getattr(parameter, "_param_fqn", None) or parameter._module_info.param_name
 
 
-def _fsdp_parameters(module: FSDPModule) -> Iterator[Any]:
-    """FSDP2's records of the parameters that it has cut; one group of them in older releases."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [group] if (group := state._fsdp_param_group) else []
-    for group in groups:
-        yield from group.fsdp_params
+def fsdp_groups(module: FSDPModule) -> Sequence[Any]:
+    """FSDP2's groups of parameters that it has cut; one at most in older releases."""
+    state: Any = module._get_fsdp_state()
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    return [group] if (group := state._fsdp_param_group) else []
 
 
 def held_by(models: Sequence[torch.nn.Module]) -> Held:
@@ -165,15 +169,19 @@ def held_by(models: Sequence[torch.nn.Module]) -> Held:
     parameters: dict[str, torch.nn.Parameter] = {}
     homes: dict[tuple[Kind, str], list[tuple[torch.nn.Module, str]]] = {}
     modules = (module for model in models for module in model.modules() if isinstance(module, FSDPModule))
-    by_fsdp = {id(parameter.sharded_param) for module in modules for parameter in _fsdp_parameters(module)}
+    by_fsdp = {
+        id(each.sharded_param) for module in modules for group in fsdp_groups(module) for each in group.fsdp_params
+    }
     for kind in (Kind.PARAM, Kind.BUFFER):
         for name, home, value in _named(models, kind):
+            known = id(value) in first
             own = first.setdefault(id(value), name)
             homes.setdefault((kind, own), []).append(home)
             if own != name:
-                more.setdefault(own, [own]).append(name)
+                also = more.setdefault(own, [own])
+                also += [] if name in also else [name]
                 continue
-            if homes[kind, name][1:]:
+            if known:
                 continue  # a module that two parts share
             if (Kind.PARAM, name) in tensors or (Kind.BUFFER, name) in tensors:
                 raise Mismatch(
@@ -263,7 +271,7 @@ def optimizers_in(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     inner = getattr(optimizer, "optimizers", optimizer)
     several: Iterable[Any] = inner if isinstance(inner, Sequence) else (inner,)
     flat = (each for one in several for each in ((one,) if one is optimizer else optimizers_in(one)))
-    found = tuple(dict.fromkeys(flat))
+    found = tuple({id(each): each for each in flat}.values())
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):
             raise Unaccounted(

@@ -9,13 +9,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...values import Kind, Mesh, Shard
-from .building import Build, built, refuse_data_of_its_own, take_extras
-from .companions import Companions
+from .building import Build, built, check_frozen, check_stepped, refuse_data_of_its_own, take_extras
 from .described import Standing, Text, described
 from .gathered import Told
 from .installing import assembled, check_swappable, install, parts_by_name
 from .job import Job
-from .live import Held, held_by, unwrapped
+from .live import Held, held_by, settle, unwrapped
 
 
 class New:
@@ -33,7 +32,9 @@ class New:
 
     def __init__(self, build: Build, device_mesh: DeviceMesh, to: Mesh, old: Job | None) -> None:
         self.job = built(build, device_mesh, to, old)
-        self.held: Held = held_by([unwrapped(model) for model in self.job.models])
+        models = [unwrapped(model) for model in self.job.models]
+        settle(models)  # build may have run a forward
+        self.held: Held = held_by(models)
         refuse_data_of_its_own(self.job, self.held)
         self.text: Text
         self.standing: Standing
@@ -44,18 +45,22 @@ class New:
         """What this rank tells of it."""
         return {"new": self.text.digest, "new_standing": self.standing}
 
-    def prepare(self, old: Job | None, companions: Companions) -> list[Callable[[], None]]:
+    def prepare(self, old: Job | None, told: Told) -> list[Callable[[], None]]:
         """Let it take what it can before anything moves.
 
         Returns:
             What is left to do once the change is committed.
 
         Raises:
-            Infeasible, Mismatch: if it cannot go on from where the old job is.
+            Infeasible, Mismatch, Unaccounted: if it cannot go on from where the old job is.
         """
+        companions = told.companions
         check_swappable(self.held)
         companions.check_optimizers(self.job.optimizer)
         companions.set_groups(self.job.optimizer, self.held, self.text.entries)
+        parts = parts_by_name(self.text.entries)
+        check_stepped(self.job, self.held, parts, told.tensors, companions)
+        check_frozen(self.job, parts, companions)
         return take_extras(self.job, old, companions)
 
     def take(self, tensors: Mapping[Shard, torch.Tensor], told: Told) -> None:

@@ -16,7 +16,7 @@ If a stream matters along an axis that the new mesh has not, places are counted 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,9 +53,11 @@ class Spread:
         axes: tuple[str, ...] = ()
         if len(set(marks.values())) > 1:
             axes = tuple(axis for axis in mesh.names if _matters(axis, mesh, marks))
-        places: dict[Place, int] = {}
-        for rank in sorted(values):
-            places.setdefault(_place(mesh.coordinate(rank), axes), rank)
+        places = _places(mesh, values, axes)
+        # Where some ranks have told nothing, two that differ may differ in several axes at once.
+        if any(marks[rank] != marks[places[_place(mesh.coordinate(rank), axes)]] for rank in values):
+            axes = mesh.names
+            places = _places(mesh, values, axes)
         return cls(name, mesh, values, axes, places)
 
     def stream(self, mesh: Mesh, rank: int, generation: int) -> Any:
@@ -95,15 +97,17 @@ class Spread:
         if not self.axes:
             return unpack(self.values[min(self.values)])
         if all(self.mesh.size(axis) == mesh.size(axis) and axis in mesh.names for axis in self.axes):
-            return unpack(self.values[self.places[_place(mesh.coordinate(rank), self.axes)]])
+            before = self.places.get(_place(mesh.coordinate(rank), self.axes))
+            if before is not None:  # a rank may have told nothing
+                return unpack(self.values[before])
         if merge is None:
-            before = " x ".join(f"{axis} {self.mesh.size(axis)}" for axis in self.axes)
-            after = " x ".join(f"{axis} {mesh.size(axis)}" for axis in self.axes)
+            was = " x ".join(f"{axis} {self.mesh.size(axis)}" for axis in self.axes)
+            becomes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in self.axes)
             raise Infeasible(
-                f"the state of extra {self.name!r} differs along {', '.join(self.axes)} ({before} before, {after} "
-                "after), so there is no state for the new places; nothing was moved. What to do: let it say the same "
-                "on all ranks (a data position counted over the whole job), or give shardshift.fsdp.PerRank(object, "
-                "merge=...)"
+                f"the state of extra {self.name!r} differs along {', '.join(self.axes)} ({was} before, {becomes} "
+                f"after), and {len(self.places)} places have told theirs, so there is none for the new ones; nothing "
+                "was moved. What to do: let it say the same on all ranks (a data position counted over the whole job), "
+                "or give shardshift.fsdp.PerRank(object, merge=...)"
             )
         coordinate = mesh.coordinate(rank)
         index, count = 0, 1
@@ -120,6 +124,13 @@ def _matters(axis: str, mesh: Mesh, marks: Mapping[int, bytes]) -> bool:
         if others.setdefault(rest, mark) != mark:
             return True
     return False
+
+
+def _places(mesh: Mesh, ranks: Iterable[int], axes: tuple[str, ...]) -> dict[Place, int]:
+    places: dict[Place, int] = {}
+    for rank in sorted(ranks):
+        places.setdefault(_place(mesh.coordinate(rank), axes), rank)
+    return places
 
 
 def _place(coordinate: Mapping[str, int], axes: tuple[str, ...]) -> Place:

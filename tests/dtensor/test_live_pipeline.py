@@ -1,0 +1,181 @@
+"""Pipeline stages of ``torch.distributed.pipelining``, with layers named over the whole model, to FSDP2 and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.dtensor.models import HIDDEN, VOCABULARY, Block, adamw, begin, differing, whole
+from tests.dtensor.ranks import Played, Rank
+from tests.dtensor.test_live_walk import reloaded
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardshift as ss
+
+pytestmark = pytest.mark.patient
+
+LAYERS = 4
+
+
+class Staged(nn.Module):
+    """The layers of one part of a pipeline, under their numbers in the whole model."""
+
+    def __init__(self, part: int, parts: int) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(VOCABULARY, HIDDEN) if part == 0 else None
+        numbers = range(part * LAYERS // parts, (part + 1) * LAYERS // parts)
+        self.layers = nn.ModuleDict({str(number): Block() for number in numbers})
+        self.out = nn.Linear(HIDDEN, VOCABULARY) if part == parts - 1 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.emb is None else self.emb(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.out is None else self.out(x)
+
+
+def build(mesh: Any, device: str = "meta", chunks: int = 1) -> Any:
+    """Axis pp: stages, of ``chunks`` parts each, dealt in turn; tp and dp as ever."""
+    names = mesh.mesh_dim_names
+    stages = mesh["pp"].size() if "pp" in names else 1
+    stage = mesh.get_local_rank("pp") if "pp" in names else 0
+    models = []
+    for chunk in range(chunks):
+        with torch.device(device):
+            model = Staged(chunk * stages + stage, stages * chunks)
+        if "tp" in names:
+            for layer in model.layers.values():
+                parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if "dp" in names:
+            for layer in model.layers.values():
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+        models.append(model)
+    optimizer = adamw([parameter for model in models for parameter in model.parameters()])
+    return (models[0] if chunks == 1 else models), optimizer
+
+
+def train(job: ss.fsdp.Job, steps: int, kind: Any = ScheduleGPipe) -> list[float]:
+    """Losses, as the last stage has them."""
+    mesh, model = job.device_mesh, job.models[0]
+    assert mesh is not None
+    place = job.mesh.coordinate(job.rank)
+    stages = job.mesh.size("pp")
+    last = place.get("pp", 0) == stages - 1
+    schedule = None
+    if stages > 1:
+        stage = PipelineStage(model, place["pp"], stages, torch.device("cpu"), group=mesh.get_group("pp"))
+        schedule = kind(stage, n_microbatches=2, loss_fn=_loss)
+    found = []
+    for step in range(steps):
+        tokens = torch.randint(0, VOCABULARY, (4, 3), generator=torch.Generator().manual_seed(step))
+        if schedule is None:
+            losses = [_loss(model(tokens), tokens)]
+            losses[0].backward()  # type: ignore[no-untyped-call]
+        else:
+            losses = []
+            schedule.step(
+                *([tokens] if place["pp"] == 0 else []), **({"target": tokens, "losses": losses} if last else {})
+            )
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        if last:
+            found.append(sum(loss.item() for loss in losses) / len(losses))
+    return found
+
+
+def _loss(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+
+def first(rank: Rank, to: ss.Mesh) -> ss.fsdp.Job:
+    mesh = rank.mesh(to)
+    model, optimizer = build(mesh, "cpu")
+    begin(model)
+    return ss.fsdp.Job(model, optimizer, mesh=mesh)
+
+
+def state(rank: Rank, job: ss.fsdp.Job | None) -> dict[str, Any]:
+    """The whole state of the job, of all stages."""
+    own: dict[str, Any] = {}
+    for model in job.models if job is not None else ():
+        for name, parameter in model.named_parameters():
+            assert job is not None
+            of = {"": parameter, **job.optimizer.state.get(parameter, {})}
+            own |= {f"{name}/{key}": whole(value) for key, value in of.items()}
+    found: dict[str, Any] = {}
+    for one in rank.all(own):
+        assert (
+            differing(
+                {key: one[key] for key in one.keys() & found.keys()}, {k: found[k] for k in one.keys() & found.keys()}
+            )
+            == []
+        )
+        found |= one
+    return found
+
+
+def stages_become_one_job_without_a_pipeline_and_the_other_way_round(rank: Rank) -> None:
+    job: ss.fsdp.Job | None = first(rank, ss.Mesh({"pp": 2, "dp": 2}))
+    train(job, 2)  # type: ignore[arg-type]
+    for number, (to, kind) in enumerate(
+        [
+            (ss.Mesh({"dp": 4}), ScheduleGPipe),
+            (ss.Mesh({"pp": 2, "tp": 2}), Schedule1F1B),
+            (ss.Mesh({"pp": 4}), ScheduleGPipe),
+            (ss.Mesh({"pp": 2}, [3, 1]), Schedule1F1B),
+            (ss.Mesh({"dp": 2, "tp": 2}), ScheduleGPipe),
+            (ss.Mesh({"pp": 2, "dp": 2}, [1, 3, 2, 0]), Schedule1F1B),
+        ]
+    ):
+        before = state(rank, job)
+        other = (
+            reloaded(rank, job, lambda mesh, device: build(mesh, device), to, f"pipeline_{number}")
+            if number < 2
+            else None
+        )
+        job = rank.change(job, build, to)
+        assert differing(before, state(rank, job)) == []
+        if job is not None:
+            assert other is None or train(other, 2, kind) == train(job, 2, kind)
+            train(job, 1, kind)
+
+
+def parts_of_a_stage_are_several_modules(rank: Rank) -> None:
+    job: ss.fsdp.Job | None = first(rank, ss.Mesh({"pp": 2, "dp": 2}))
+    train(job, 1)  # type: ignore[arg-type]
+    before = state(rank, job)
+
+    def chunked(mesh: Any) -> Any:
+        return build(mesh, chunks=2)
+
+    for how, to in [(chunked, ss.Mesh({"pp": 2, "dp": 2})), (build, ss.Mesh({"dp": 3})), (chunked, ss.Mesh({"pp": 2}))]:
+        said = ss.dry_run(job, how, to)
+        job = rank.change(job, how, to)
+        assert differing(before, state(rank, job)) == []
+        if job is not None and said is not None:
+            assert job.report is not None
+            assert said.moved_bytes == job.report.moved_bytes
+    dist.barrier()
+
+
+SCENARIOS = [
+    stages_become_one_job_without_a_pipeline_and_the_other_way_round,
+    parts_of_a_stage_are_several_modules,
+]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    return Played(4, SCENARIOS, Path(tmp_path_factory.mktemp("pipeline")))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_on_four_ranks(played: Played, scenario: Any) -> None:
+    played.hold(scenario)
