@@ -82,7 +82,7 @@ def describe(
         if strangers:
             raise Unaccounted(
                 f"{where}: param group {index} holds parameters of shapes {', '.join(strangers)} that are not in the "
-                "model; nothing was moved. What to do: make them part of what build_model gives",
+                "model; nothing was moved. What to do: make them part of the model that the job is given",
                 strangers,
             )
         told = [parameter for parameter in group["params"] if wanted is None or names[parameter] in wanted]

@@ -154,10 +154,10 @@ def take_extras(job: Job, old: Job | None, companions: Companions) -> list[Calla
             inner = extra.extra if isinstance(extra, PerRank) else extra
             inner.load_state_dict(companions.extra(name, extra, job.mesh, job.rank))
             continue
-        if old is None:
+        if old is None or name not in old.extras:
             raise Infeasible(
-                f"rank {job.rank} joins, and build does not give extra {name!r}; nothing was moved. What to do: "
-                f"return it from build: model, optimizer, {{{name!r}: ...}}"
+                f"rank {job.rank} joins, or its job has no extra {name!r}, and build does not give one; nothing was "
+                f"moved. What to do: return it from build: model, optimizer, {{{name!r}: ...}}"
             )
         kept = old.extras[name]
         inner = kept.extra if isinstance(kept, PerRank) else kept

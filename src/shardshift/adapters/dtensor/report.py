@@ -22,7 +22,8 @@ class Report:
         state_bytes: the logical state, each tensor once.
         moved_bytes: sent between ranks.
         least_moved_bytes: the least that any order of the new ranks allows.
-        kept_bytes: left in place.
+        kept_bytes: of shards that are the same before and after on their rank, so that their storage stays. What a rank
+            copies within itself is neither kept nor moved.
         casts: per tensor (kind and name) whose dtype changed, from which to which.
         seconds: of each part, on this rank: meet, build, agree, move, rebuild.
         invalid: what of the old job cannot be used any more.
@@ -49,7 +50,7 @@ class DryRun:
         state_bytes: the logical state, each tensor once.
         moved_bytes: what would be sent between ranks.
         least_moved_bytes: the least that any order of the new ranks allows.
-        kept_bytes: what would be left in place.
+        kept_bytes: as in ``Report``.
         moved_bytes_of_rank: per rank what it would (send, receive).
         peak_bytes_of_rank: per rank the most state that it would hold at a time: old, new and staging.
         audit: of this rank's job.
