@@ -17,7 +17,7 @@ from shardshift.engine import Mover, names_of
 from shardshift.transport import byte_view
 from shardshift.values import PlacedLayout, Shard, ShardshiftError
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 DIRECTLY = ("gloo", "same-host")
 """The transports between processes on CPU."""
 

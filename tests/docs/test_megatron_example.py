@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import difflib
+import multiprocessing
 import os
 import re
 import shlex
@@ -134,40 +135,15 @@ def test_the_documented_commands_print_what_the_page_shows(tmp_path: Path) -> No
     assert (make_data[0], before[0], after[0]) == ("python", "torchrun", "torchrun")
     assert make_data[-1] == "examples/megatron/declaration.txt"  # a text that changes with nothing else here
     typed(make_data, tmp_path)
-    fixed, changed = (steps_in(typed(command, tmp_path)) for command in (before, after))
+    changed = steps_in(typed(after, tmp_path))
+    # The other program is started alike, with the same options; here in processes that need not import first.
+    assert before == [*after[:4], str(BEFORE.relative_to(ROOT)), *after[5:9]]
+    fixed = printed_by(BEFORE, " ".join(before[5:]).replace("text", str(tmp_path / "text")))
     check(fixed, changed, first_change=4, tolerance=1e-5)
     shown = steps_in(PAGE)
     assert list(shown) == list(changed)
     for number, step in shown.items():
         assert changed[number].loss == pytest.approx(step.loss, abs=1e-3)
-
-
-COUNTING = """
-import multiprocessing, sys
-sys.path.insert(0, {folder!r})
-from shardshift.elastic import Session
-resize = Session.resize
-def counting(self, job):
-    job = resize(self, job)
-    print("loaders", "none" if job is None else len(multiprocessing.active_children()), flush=True)
-    return job
-Session.resize = counting
-sys.argv[0] = {program!r}
-exec(compile(open({program!r}).read(), {program!r}, "exec"))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(500)
-def test_processes_that_load_data_end_with_their_layout(data_path: str, tmp_path: Path) -> None:
-    """What they have fetched ahead is for the old layout: it is dropped, and each sample is still used once."""
-    script = tmp_path / "counting.py"
-    script.write_text(COUNTING.format(folder=str(EXAMPLE), program=str(AFTER)))
-    options = f"--data-path {data_path} {TINY} --num-workers 2 --layout pp1tp1dp2 --resize 2:pp2,4:pp1tp1dp1"
-    printed = typed(["torchrun", "--nproc-per-node", "2", str(script), *options.split()], tmp_path)
-    assert sorted(re.findall(r"^loaders (\w+)$", printed, re.MULTILINE)) == ["2", "2", "2", "none"]
-    samples = [step.samples for step in steps_in(printed).values()]
-    assert samples == expected_samples(data_path)
 
 
 # In processes of our own, which start sooner
@@ -247,6 +223,31 @@ def test_the_loop_goes_on_through_changes_as_if_there_were_none(
     changed = printed_by(AFTER, f"{options} --resize {resize}")
     check(fixed, changed, first_change=2, tolerance=tolerance)
     assert [step.samples for step in fixed.values()] == expected_samples(data_path)
+
+
+def run_and_count(send: Any, program: Path, options: str) -> None:
+    """One process of a program; after each change it tells how many processes load data for it."""
+    from shardshift.elastic import Session
+
+    resize: Any = Session.resize
+
+    def counting(self: Any, job: Any) -> Any:
+        job = resize(self, job)
+        send(f"loaders {'none' if job is None else len(multiprocessing.active_children())}")
+        return job
+
+    Session.resize = counting  # type: ignore[method-assign]
+    run_program(send, program, options)
+
+
+def test_processes_that_load_data_end_with_their_layout(data_path: str) -> None:
+    """What they have fetched ahead is for the old layout: it is dropped, and each sample is still used once."""
+    options = f"--data-path {data_path} {TINY} --num-workers 2 --layout pp1tp1dp2 --resize 2:pp2,4:pp1tp1dp1"
+    with LocalJob(2, run_and_count, (AFTER, options), timeout_s=60, preload=["shardshift.demo.worker"]) as job:
+        printed = "\n".join(text for _, text in job.messages())
+    assert sorted(re.findall(r"^loaders (\w+)$", printed, re.MULTILINE)) == ["2", "2", "2", "none"]
+    samples = [step.samples for step in steps_in(printed).values()]
+    assert samples == expected_samples(data_path)
 
 
 @pytest.mark.slow

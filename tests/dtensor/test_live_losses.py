@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.dtensor.models import builder, differing, first, full, losses
 from tests.dtensor.ranks import Rank, world
+from torch.distributed import distributed_c10d as c10d
 
 import shardshift as ss
 from shardshift.elastic import LocalJob
@@ -102,7 +103,9 @@ def _lose_one_after_the_other(send: Callable[[Any], None], folder: Path) -> None
         send(("gone", f"{type(error).__name__}: {error}"))
     # A joiner that never comes, and a rank of the old job that never does. All get a minute for the first meeting.
     mock.patch("shardshift.engine.mover._MEETING_S", 1.0).start()
+    store = c10d._get_default_store()
     if rank.index == 0:
+        store.wait(["not invited"])
         alone = ss.fsdp.Job(torch.nn.Linear(2, 2), mesh=ss.Mesh({"dp": 1}, [0]))
         try:
             ss.migrate(alone, lambda _: torch.nn.Linear(2, 2), ss.Mesh({"dp": 2}, [0, 1]), timeout_s=1.0)
@@ -113,6 +116,7 @@ def _lose_one_after_the_other(send: Callable[[Any], None], folder: Path) -> None
             ss.migrate(None, build, ss.Mesh({"dp": 1}, [1]), timeout_s=1.0)
         except ss.PeerLost as error:
             send(("not invited", str(error)))
+        store.set("not invited", "")
     os._exit(0)  # the world's groups hold lost ranks; leaving them in an orderly way would wait
 
 

@@ -48,6 +48,7 @@ class Soak:
         seed: of what happens.
         layouts: that are changed to.
         spared: devices that are never killed, so that somebody has seen it all.
+        forked: whether those who join come from the fork server; else each imports for itself, in 4 s.
     """
 
     changes: int = 100
@@ -56,6 +57,7 @@ class Soak:
     seed: int = 7
     layouts: tuple[str, ...] = TOY_LAYOUTS
     spared: tuple[int, ...] = ()
+    forked: bool = False
 
     @property
     def whole(self) -> ParallelConfig:
@@ -208,7 +210,7 @@ class Parent:
     def _take_in(self) -> None:
         """A new worker; the job takes it in by itself where it makes it larger, else it stands by."""
         before = self.config.world_size
-        (device,) = self.job.add(1)
+        (device,) = self.job.add(1, forked=self.soak.forked)
         self._slot += 1
         self._roster.next_slot()
         self.living.add(device)

@@ -33,7 +33,7 @@ from shardshift.values import ShardshiftError
 pytestmark = pytest.mark.timeout(60)
 
 WORKER = Path(__file__).parent / "scripts" / "obedient.py"
-END_S = 10.0
+END_S = 30.0
 
 
 def be_agent(launch: Launch, pipe: Connection, folder: str) -> None:
@@ -123,11 +123,11 @@ class Cluster:
         launch = Launch(
             Terms(name, per_node, int(low), int(high or low)),
             f"127.0.0.1:{self.port}",
-            **{"command": command, "timeout_s": 30.0, "silence_s": 5.0, **more},
+            **{"command": command, "timeout_s": 30.0, "silence_s": 10.0, **more},
         )
         return self._started(lambda pipe: (be_agent, (launch, pipe, str(self._folder / "logs"))))
 
-    def witness(self, silence_s: float = 5.0) -> RunningAgent:
+    def witness(self, silence_s: float = 10.0) -> RunningAgent:
         return self._started(lambda pipe: (be_witness, ("job", self.port, silence_s, pipe)))
 
     def _started(self, target: Callable[[Connection], tuple[Any, tuple[Any, ...]]]) -> RunningAgent:
@@ -398,6 +398,7 @@ def test_of_two_nodes_the_one_that_does_not_host_the_store_ends_with_it(cluster:
     assert ended(founder.process, worker.process)
 
 
+@pytest.mark.alone
 def test_a_node_whose_agent_is_silent_has_left_and_is_back_when_it_goes_on(cluster: Cluster) -> None:
     host = cluster.agent(silence_s=1.0)
     (founder,) = cluster.workers(1)
@@ -451,6 +452,7 @@ def test_a_witness_lets_the_other_of_two_nodes_go_on(cluster: Cluster) -> None:
     assert witness.end() == ("status", 0)
 
 
+@pytest.mark.alone
 def test_a_host_that_was_stopped_finds_itself_alone_and_ends_when_it_goes_on(cluster: Cluster) -> None:
     host = cluster.agent(silence_s=1.0)
     (founder,) = cluster.workers(1)

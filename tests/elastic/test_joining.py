@@ -17,7 +17,7 @@ from tests.elastic.test_launchers import environment
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests/elastic/scripts/train.py"
 MAIN = [sys.executable, "-c", "from shardshift.cli import main; main()"]
-WAIT_S = 60.0
+WAIT_S = 100.0
 
 
 class Node:

@@ -10,7 +10,7 @@ from tests.elastic.soaking import Soak, soak
 
 @pytest.mark.timeout(110)
 def test_changes_and_losses_in_a_row_leave_nothing_open() -> None:
-    how = Soak(changes=21, devices=4, kill_every=7)
+    how = Soak(changes=21, devices=4, kill_every=7, forked=True)
     found = soak(how)
     assert found.generation >= how.changes
     assert len(found.killed) == 3

@@ -23,7 +23,7 @@ from shardshift.elastic import Session
 from shardshift.elastic.agent.roster import Roster, Terms
 from shardshift.elastic.member import job_store
 
-TIMEOUT_S: Final = 20.0
+TIMEOUT_S: Final = 30.0
 HOUR: Final = timedelta(hours=1)
 STOP: Final = "stop"
 

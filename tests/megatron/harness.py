@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ class Scenario:
         return self.adapter(self.recipe, corpus_of(self.recipe))
 
 
-def small(steps: int, *, batch: int = 8, micro: int = 1, **shape: Any) -> Recipe:
-    """A recipe for a small GPT: by default 4 layers of hidden 16, 4 heads, vocabulary 50 padded by 4."""
+def small(steps: int, *, batch: int = 4, micro: int = 1, **shape: Any) -> Recipe:
+    """A recipe for a small GPT: by default 4 layers of hidden 16, 4 heads, vocabulary 50 padded by 4, batches of 4."""
     settings = {"layers": 4, "hidden": 16, "sequence_length": 8, "vocab_size": 50, "vocab_divisor": 4} | shape
     return Recipe(ModelShape(**settings), global_batch_size=batch, micro_batch_size=micro, steps=steps)
 
@@ -96,6 +97,9 @@ def walk(
     *configs: str, first: int = 2, every: int = 2, before: Callable[[Job], None] = nothing, **settings: Any
 ) -> Scenario:
     """A small ``training`` job that goes from configuration to configuration, some steps in each.
+
+    Unless it is given, the global batch is the least from 4 on that every configuration can take: training is half of
+    what such a job costs, and its micro-batches are nearly all of that.
 
     Args:
         configs: the first is where it begins.
@@ -106,7 +110,15 @@ def walk(
     """
     start, *others = configs
     changes = {first + every * number: config for number, config in enumerate(others)}
-    return Scenario(training(first + every * len(others), **settings), start, changes, before=before)
+    job = training(first + every * len(others), **{"global_batch_size": _least_batch(configs)} | settings)
+    return Scenario(job, start, changes, before=before)
+
+
+def _least_batch(configs: Sequence[str]) -> int:
+    """With chunks of stages, micro-batches come in whole rounds of the stages."""
+    parsed = [ParallelConfig.parse(config) for config in configs]
+    least = lcm(*(config.dp * (config.pp if config.vpp > 1 else 1) for config in parsed))
+    return least * -(-4 // least)
 
 
 @dataclass(slots=True)

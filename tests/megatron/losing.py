@@ -37,7 +37,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
 WORKER = "shardshift.demo.worker"
 ANY = -1
 Send = Callable[[Any], None]
@@ -72,6 +72,7 @@ class Run:
         changes: (iteration, configuration) of each change that is asked for, in order.
         settings: of the session.
         counts: whether threads and descriptors are counted, after each turn of the loop.
+        timeout_s: of the session; how long it takes until one that has stopped is missed.
     """
 
     recipe: Training
@@ -81,6 +82,7 @@ class Run:
     changes: tuple[tuple[int, str], ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     counts: bool = False
+    timeout_s: float = TIMEOUT_S
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ def play(run: Run, folder: Path) -> Outcome:
     """A run, until all have ended that no signal has stopped."""
     outcome, last = Outcome(), survivors(run) if any(fault.how == signal.SIGSTOP for fault in run.faults) else None
     with LocalJob(
-        run.devices, worker, (run, folder), timeout_s=TIMEOUT_S, preload=[WORKER], survives=bool(run.faults)
+        run.devices, worker, (run, folder), timeout_s=run.timeout_s, preload=[WORKER], survives=bool(run.faults)
     ) as job:
         for device, message in job.messages():
             outcome.hear(device, message)
@@ -232,7 +234,7 @@ def worker(send: Send, run: Run, folder: Path) -> None:
     if run.counts:
         gc.disable()  # as training loops do: nothing may depend on it
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    member = Member.from_launcher(timeout_s=TIMEOUT_S)
+    member = Member.from_launcher(timeout_s=run.timeout_s)
     doom = Doom(member.device, run.faults)
     walk = Walk(run)
     try:
@@ -241,7 +243,7 @@ def worker(send: Send, run: Run, folder: Path) -> None:
             run.start,
             member=member,
             resizes=walk,
-            timeout_s=TIMEOUT_S,
+            timeout_s=run.timeout_s,
             survive=bool(run.faults),
             sink=doom.hear,
             **({"layouts": "nearest"} | dict(run.settings)),

@@ -269,7 +269,7 @@ def check(play: Play, folder: Path) -> Outcome:
     return outcome
 
 
-BATCH: Final[dict[str, Any]] = {"global_batch_size": 12, "dropout": 0.1}
+BATCH: Final[dict[str, Any]] = {"global_batch_size": 6, "dropout": 0.1}
 PLAYS: Final[dict[str, Play]] = {
     "bf16, ZeRO-1, overlaps": Play(
         training(80, distributed=True, precision="bf16", overlap=True, bucket_size=600, **BATCH), shard_copies=1

@@ -126,7 +126,7 @@ def train_and_tell(send: Send, scenario: Scenario) -> None:
 
 
 def told(start: str, changes: dict[int, str], **settings: Any) -> tuple[dict[int, Any], dict[Any, Any], list[Any]]:
-    recipe = training(5, layers=4, precision="fp16", loss_scale=2.0**40, **settings)
+    recipe = training(5, layers=4, precision="fp16", loss_scale=2.0**40, global_batch_size=8, **settings)
     scenario = Scenario(recipe, start, changes, rich_adapter)
     whole: dict[int, list[Any]] = {}
     layers: dict[Any, Any] = {}
@@ -216,7 +216,7 @@ def scales_that_disagree(job: Job) -> None:
 def test_what_ranks_hold_otherwise_than_they_should_is_refused_by_name_on_all(
     before: Any, kind: type[Exception], text: str
 ) -> None:
-    recipe = training(3, precision="fp16", global_batch_size=4)
+    recipe = training(3, precision="fp16")
     scenario = Scenario(recipe, "pp1tp2dp2", {1: "pp1tp1dp2"}, rich_adapter, before=before)
     found = [message for _, message in run_processes(scenario.devices, refused_change, scenario)]
     assert len(found) == 4

@@ -272,7 +272,7 @@ def read_through(send: Send, scenario: Scenario) -> None:
 
 def test_a_batch_of_eight_in_twos_stays_eight_or_is_refused_and_every_sample_comes_once() -> None:
     """With virtual stages each chunk reads for itself, the same; context ranks read alike."""
-    recipe = training(7, micro_batch_size=2, **TINY | {"layers": 4})
+    recipe = training(7, global_batch_size=8, micro_batch_size=2, **TINY | {"layers": 4})
     changes = {1: "dp4", 2: "dp3", 3: "dp8", 4: "pp2dp2vpp2", 5: "pp1dp2cp2", 6: "dp1"}
     read: dict[int, dict[Any, Any]] = {}
     refused: dict[int, list[str]] = {}

@@ -196,7 +196,7 @@ TOURS = {
     ),
     "virtual stages, stages, untied": (
         training(1, tied=False, precision="bf16", **TINY | {"layers": 8}, **ZERO1),
-        ("pp4", "pp2dp2vpp2", "pp2tp2dp2vpp4", "pp1", "pp4vpp2"),
+        ("pp4", "pp2dp2vpp2", "pp2tp2dp1vpp4", "pp1", "pp4vpp2"),
     ),
     "momentum alone, vocabulary padded otherwise each time": (
         training(1, optimizer="sgd", tied=False, precision="bf16", **TINY | {"vocab_size": 50, "layers": 2}),
@@ -243,7 +243,7 @@ def number_the_rows(job: Job) -> None:
 def test_gate_and_up_read_in_order_for_every_number_of_replicas_and_tensor_ranks(
     distributed: bool, tmp_path: Path
 ) -> None:
-    recipe = training(1, precision="bf16", distributed=distributed, **TINY | GATED)
+    recipe = training(1, global_batch_size=8, precision="bf16", distributed=distributed, **TINY | GATED)
     configs = ("dp4", "dp2", "dp1", "dp8", "tp2dp2", "tp4dp1", "dp4")
     found = seen(Tour(recipe, configs, before=number_the_rows), tmp_path)
     for generation, config in enumerate(configs[1:], 1):
@@ -304,7 +304,7 @@ def other_buckets(recipe: Any, corpus: Corpus) -> Adapter:
                         module._modules = dict(reversed(module._modules.items()))
         return chunks
 
-    sizes = {2: 200, 4: 400, 1: 50, 8: 1}
+    sizes = {2: 200, 4: 400, 1: 50}
     return Adapter(
         build_model=build,
         wrap=lambda chunks, layout: jobs.wrap(
@@ -319,7 +319,7 @@ def other_buckets(recipe: Any, corpus: Corpus) -> Adapter:
 
 @pytest.mark.parametrize(
     ("precision", "configs"),
-    [("fp32", ("dp2", "dp4", "dp1")), ("bf16", ("dp2", "dp4", "dp1", "dp8", "pp2dp4"))],
+    [("fp32", ("dp2", "dp4", "dp1")), ("bf16", ("dp2", "dp4", "dp1", "pp2dp4"))],
     ids=["fp32", "bf16"],
 )
 def test_other_buckets_and_another_order_in_them_change_nothing_of_a_parameter(

@@ -90,12 +90,12 @@ def layers_held(record: dict[str, Any]) -> list[int]:
     return sorted({int(name.split(".")[2]) for name, *_ in record["tensors"] if name.startswith("decoder.layers.")})
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_vocabulary_keeps_its_rows_whatever_its_padding(tied: bool, tmp_path: Path) -> None:
-    scenario = Scenario(small(8, layers=2, tied=tied), "pp1tp1dp1", {2: "pp1tp2dp1", 4: "pp2tp4dp1", 6: "pp1tp1dp1"})
+@pytest.mark.parametrize(("tied", "wide"), [(True, "pp2tp4dp1"), (False, "pp1tp4dp1")], ids=["tied", "untied"])
+def test_vocabulary_keeps_its_rows_whatever_its_padding(tied: bool, wide: str, tmp_path: Path) -> None:
+    scenario = Scenario(small(5, layers=2, tied=tied), "pp1tp1dp1", {2: "pp1tp2dp1", 3: wide, 4: "pp1tp1dp1"})
     outcome = run(scenario, tmp_path)
     names = ["embedding.word_embeddings.weight"] + ["output_layer.weight"] * (not tied)
-    for change, (rows_before, rows_after) in {2: (52, 56), 4: (56, 64), 6: (64, 52)}.items():
+    for change, (rows_before, rows_after) in {2: (52, 56), 3: (56, 64), 4: (64, 52)}.items():
         check_change(outcome, change)
         before, after = (oracle.assemble(list(records[change].values())) for records in (outcome.before, outcome.after))
         for key in [(kind, name) for kind in oracle.KINDS for name in names]:
@@ -111,7 +111,7 @@ def test_vocabulary_keeps_its_rows_whatever_its_padding(tied: bool, tmp_path: Pa
 @pytest.mark.parametrize(
     ("recipe", "start", "to"),
     [
-        (small(3, layers=2, batch=24), "pp1tp1dp4", "pp1tp1dp6"),
+        (small(3, layers=2, batch=12), "pp1tp1dp4", "pp1tp1dp6"),
         (small(3, layers=2, vocab_size=64), "pp1tp2dp1", "pp1tp1dp1"),
         (small(3, layers=2, vocab_size=64), "pp1tp1dp1", "pp1tp2dp1"),
         (small(3, layers=2, hidden=12, heads=6, vocab_size=72), "pp1tp3dp1", "pp1tp2dp1"),

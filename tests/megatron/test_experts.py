@@ -29,7 +29,7 @@ SCENARIOS = {
         "pp2dp2ep2", "pp1dp4ep2", "pp2dp4ep4", precision="bf16", dense_first=True, **EXPERTS
     ),
     "cut by tensor ranks of their own": walk(
-        "tp2dp2ep2etp2", "tp2dp2ep4etp1", "tp1dp2ep2", "tp4dp2ep2etp2", shared_expert=8, **SPLIT
+        "tp2dp2ep2etp2", "tp2dp2ep4etp1", "tp1dp2ep2", "tp4dp1ep2etp2", shared_expert=8, **SPLIT
     ),
     "cut by tensor ranks, one expert rank": walk("tp2dp1", "tp2dp2ep2etp1", "tp4dp1", **SPLIT),
     "fp16, where experts have a scale of their own": walk(

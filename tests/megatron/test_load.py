@@ -180,7 +180,7 @@ def test_a_quick_look_builds_no_stage_and_agrees_with_a_close_one() -> None:
 def test_what_a_step_works_through_is_read_off_the_model() -> None:
     shape = {"layers": 3, "query_groups": 2, "swiglu": True, "dense_first": True, "shared_expert": 12, "topk": 3}
     recompute = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
-    recipe = training(1, distributed=True, precision="bf16", config=recompute, **MOE | shape)
+    recipe = training(1, global_batch_size=8, distributed=True, precision="bf16", config=recompute, **MOE | shape)
     meta = MetaJobs(
         lambda layout: build_model(recipe, layout), lambda chunks, layout: wrap(recipe, list(chunks), layout)
     )
@@ -195,7 +195,7 @@ def test_what_a_step_works_through_is_read_off_the_model() -> None:
 
 
 def test_the_best_configuration_of_a_job_is_one_that_it_takes() -> None:
-    adapter = adapter_of(training(1, layers=3, sequence_length=64))
+    adapter = adapter_of(training(1, layers=3, sequence_length=64, global_batch_size=8))
     now = Present(ParallelConfig(dp=2), (0, 1), Topology(1, 8), ("exp_avg", "exp_avg_sq"))
     choice = best(range(7), now, adapter, Settings(flops_per_s=1e9))
     assert choice.config == ParallelConfig(dp=4)  # 7, 6 and 5 divide neither batch nor layers times heads

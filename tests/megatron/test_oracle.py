@@ -49,8 +49,8 @@ JOBS = {
     ),
     "ZeRO-1 in bf16, several buckets, overlap": (
         training(4, precision="bf16", rms_norm=True, qk_norm=True, query_groups=1, swiglu=True, **ZERO1),
-        "pp1tp2dp4",
-        ["pp2tp2dp2"],
+        "pp1tp2dp2",
+        ["pp2tp1dp2"],
     ),
     "ZeRO-1 on one side": (
         training(4, precision="bf16", distributed=("pp1tp1dp4",)),

@@ -70,7 +70,7 @@ def test_replicas_are_lost_one_by_one_before_the_step_and_after_and_rank_0_among
 def test_ranks_are_lost_in_the_middle_of_an_optimizer_step(tmp_path: Path) -> None:
     """The first while others wait for it there: these go back, and who was done with the step does, too."""
     faults = Fault(3, "passed", 1), Fault(0, "uncopied", 2), Fault(2, "copied", 4)
-    run = Run(training(STEPS, global_batch_size=12, dropout=0.1, precision="bf16"), "pp2tp1dp2", 4, faults)
+    run = Run(training(STEPS, global_batch_size=6, dropout=0.1, precision="bf16"), "pp2tp1dp2", 4, faults)
     told = where_it_went_on(assert_goes_on_like_a_change(run, tmp_path))
     assert told == [((3,), 1, "pp1tp1dp3"), ((0,), 3, "pp1tp1dp2"), ((2,), 5, "pp1tp1dp1")]
 
@@ -79,7 +79,7 @@ def test_ranks_are_lost_in_changes_of_layout(tmp_path: Path) -> None:
     """As the new job is built: all have the new state; in the move and before the commit: all have the old one."""
     faults = Fault(0, "build", 1), Fault(3, "move", 3), Fault(2, "commit", 5)
     changes = (1, "pp2tp1dp2"), (-1, "dp1"), (3, "pp1tp2dp2"), (5, "pp1tp2dp1")
-    run = Run(training(STEPS + 1, global_batch_size=12, dropout=0.1), "pp1tp2dp2", 5, faults, changes)
+    run = Run(training(STEPS + 1, global_batch_size=6, dropout=0.1), "pp1tp2dp2", 5, faults, changes)
     told = where_it_went_on(assert_goes_on_like_a_change(run, tmp_path))
     assert told == [((0,), 1, "pp2tp1dp2"), ((3,), 3, "pp1tp1dp3"), ((2,), 5, "pp1tp1dp2")]
 
@@ -90,9 +90,10 @@ def test_experts_live_on_in_the_replicas_that_have_them(tmp_path: Path) -> None:
     assert told == [((0,), 2, "pp1tp1dp2ep2")]
 
 
+@pytest.mark.alone
 def test_a_rank_that_stops_is_given_up(tmp_path: Path) -> None:
     fault = Fault(1, "forward", 2, signal.SIGSTOP)
-    run = Run(training(4, dropout=0.1), "pp2tp1dp2", 4, (fault,))
+    run = Run(training(4, dropout=0.1), "pp2tp1dp2", 4, (fault,), timeout_s=5.0)
     told = where_it_went_on(assert_goes_on_like_a_change(run, tmp_path))
     assert told == [((1,), 2, "pp2tp1dp1")]
 
@@ -129,7 +130,7 @@ def test_with_copies_the_distributed_optimizer_outlives_losses_in_its_step(tmp_p
 
 def test_with_copies_it_outlives_losses_in_the_gather_of_the_next_forward_and_in_a_change(tmp_path: Path) -> None:
     faults = Fault(1, "gathered", 1), Fault(0, "build", 3), Fault(2, "gate", 4)
-    recipe = training(STEPS, **ZERO_1, precision="bf16", overlap=True, bucket_size=600)
+    recipe = training(STEPS, **ZERO_1 | {"global_batch_size": 6}, precision="bf16", overlap=True, bucket_size=600)
     changes = (-1, "dp1"), (3, "pp1tp1dp2")
     run = Run(recipe, "pp2tp1dp2", 4, faults, changes, settings={"shard_copies": 1})
     told = where_it_went_on(assert_goes_on_like_a_change(run, tmp_path))

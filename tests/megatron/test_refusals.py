@@ -79,7 +79,7 @@ def test_layouts_that_the_model_the_batch_or_the_devices_cannot_take() -> None:
         4: ("dp3", "global batch of 8 ... dp 3"),
     }
     changes = {iteration: config for iteration, (config, _) in refused.items()}
-    scenario = Scenario(small(6), "tp2", changes)
+    scenario = Scenario(small(6, batch=8), "tp2", changes)
     check_refused(scenario, {iteration: (Infeasible, text) for iteration, (_, text) in refused.items()}, 4)
 
 
@@ -88,7 +88,7 @@ def test_an_axis_that_is_not_known() -> None:
         Script({1: "pp2zz2"})
 
 
-MOE = training(1, experts=4, ffn=6, rms_norm=True, biases=False)
+MOE = training(1, global_batch_size=8, experts=4, ffn=6, rms_norm=True, biases=False)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ STATE: dict[str, tuple[Scenario, Refusal]] = {
         ),
         ("vocabulary's size not told", models.no_vocab_size, nothing, (Mismatch, "52 ... 56 ... vocab_size")),
         ("vocabulary's size too large", models.vocab_size_60, nothing, (Mismatch, "60 ... 52")),
-        ("a batch counted otherwise", make_adapter, count_another_batch, (Mismatch, "16 ... 8")),
+        ("a batch counted otherwise", make_adapter, count_another_batch, (Mismatch, "16 ... 4")),
     ]
 }
 

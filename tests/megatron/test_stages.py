@@ -10,10 +10,8 @@ SCENARIOS = {
     "interleaved, replicas, bf16, overlaps": walk(
         "pp1tp2dp2",
         "pp2dp2vpp2",
-        "pp4dp2",
-        layers=8,
-        hidden=8,
-        heads=2,
+        "pp4",
+        layers=4,
         precision="bf16",
         overlap=True,
         bucket_size=500,

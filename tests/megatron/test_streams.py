@@ -137,11 +137,11 @@ def fourth_draws(
     changes = {1: between, 2: start} if order else {}
     experts = {"experts": 8, "ffn": 8, "biases": False, "swiglu": True}
     if "ep" in start:
-        recipe = training(3, global_batch_size=4, **experts)
+        recipe = training(3, **experts)
         adapter: Any = training_adapter
         scenario = Scenario(recipe, start, changes, adapter, prepare=seeds)
     else:
-        scenario = Scenario(small(3, layers=2, batch=4, vocab_size=64), start, changes, prepare=seeds)
+        scenario = Scenario(small(3, layers=2, vocab_size=64), start, changes, prepare=seeds)
     found = run_processes(scenario.devices, draw_around_a_permutation, scenario, order)
     return {at: numbers for _, (at, numbers) in found}, {device: at for device, (at, _) in found}
 

@@ -121,13 +121,16 @@ class Training(Recipe):
 
 
 def training(steps: int, **settings: Any) -> Training:
-    """A small job: by default 2 layers of hidden 16, 4 heads, vocabulary 64. Settings of shape and training alike."""
+    """A small job; settings are of shape and training alike.
+
+    By default 2 layers of hidden 16, 4 heads, vocabulary 64, global batches of 4.
+    """
     defaults = {"layers": 2, "hidden": 16, "sequence_length": 8, "vocab_size": 64, "vocab_divisor": 4}
     of_shape = {field.name for field in fields(Shape)}
     shape = Shape(**{key: value for key, value in (defaults | settings).items() if key in of_shape})
     rest = {key: value for key, value in settings.items() if key not in of_shape}
     return Training(
-        shape, steps=steps, **({"global_batch_size": 8, "micro_batch_size": 1, "learning_rate": 1e-2} | rest)
+        shape, steps=steps, **({"global_batch_size": 4, "micro_batch_size": 1, "learning_rate": 1e-2} | rest)
     )
 
 

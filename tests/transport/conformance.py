@@ -20,7 +20,7 @@ import torch
 from shardshift.transport import Message, Transport, TransportError, byte_view
 
 IDS: Final = (0, 1, 3)
-LONG_S: Final = 20.0
+LONG_S: Final = 30.0
 SHORT_S: Final = 1.0
 GRACE_S: Final = 5.0
 _PERIOD: Final = 4_093  # a prime: what lands a page or a block further on is not what belongs there

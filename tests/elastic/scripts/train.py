@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from tests.elastic.toy import REPLICATED, ToyAdapter, ToyJob
 
 from shardshift import Member, PeerLost, session
+
+STEP_S = 0.02
+"""What a step takes: whoever joins imports meanwhile, for which steps without end would leave it no core."""
 
 
 def tell(*what: Any) -> None:
@@ -44,6 +48,7 @@ def main() -> None:
                     continue
                 if ends(stop):
                     break
+                time.sleep(STEP_S)
                 job.meet()
                 with elastic.commit_step(job):
                     for tensor in job.tensors.values():
