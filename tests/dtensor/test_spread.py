@@ -132,6 +132,21 @@ def test_states_that_differ_along_two_axes_are_merged_in_row_major_order() -> No
     assert found == [([0, 1, 2, 3], index, 3) for _, index in itertools.product(range(2), range(3))]
 
 
+def test_where_the_axis_is_gone_the_user_says_which_one_takes_its_place() -> None:
+    """Unasked, every rank would be given the whole, and each sample be seen by all."""
+    told = spread(Mesh({"dp_shard": 4}), lambda dp_shard: dp_shard)
+    to = Mesh({"dp_replicate": 2, "tp": 2})
+
+    def merge(states: list[int], index: int, count: int) -> tuple[list[int], int, int]:
+        return states, index, count
+
+    with pytest.raises(Infeasible, match="dp_shard, which the new mesh"):
+        told.state(to, 0, merge)
+    found = [told.state(to, rank, merge, ("dp_replicate",)) for rank in to.ranks]
+    assert found == [([0, 1, 2, 3], index, 2) for index in (0, 0, 1, 1)]
+    assert told.state(to, 3, merge, ()) == ([0, 1, 2, 3], 0, 1)
+
+
 def test_what_only_some_ranks_have_is_theirs_to_tell() -> None:
     mesh = Mesh({"dp": 3})
     told = Spread.of("log", mesh, {1: pack({"lines": 4}, "log")})

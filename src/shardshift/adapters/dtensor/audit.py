@@ -53,8 +53,12 @@ def audit(job: Job) -> Audit:
 
 
 def is_torchs_own(found: Found) -> bool:
-    """Whether torch.distributed keeps this for itself: FSDP2's records of a module, a mesh's table of ranks."""
-    return type(found.owner).__module__.startswith(_TORCHS) and not isinstance(found.owner, torch.Tensor)
+    """Whether torch.distributed keeps this for itself: FSDP2's records of a module, a mesh's table of ranks.
+
+    The class that ``fully_shard`` gives a module is torch's, what the module holds is the user's.
+    """
+    users = torch.Tensor | torch.nn.Module
+    return type(found.owner).__module__.startswith(_TORCHS) and not isinstance(found.owner, users)
 
 
 def _rule(found: Found, valued: set[int]) -> tuple[Fate, str] | None:

@@ -38,6 +38,12 @@ def built(build: Build, device_mesh: DeviceMesh, to: Mesh, old: Job | None) -> J
                 f"build gave {len(parts)} values; nothing was moved. What to do: return model, optimizer, and if "
                 "there are any a dict of extras, or a shardshift.fsdp.Job"
             )
+        models = (parts[0],) if isinstance(parts[0], torch.nn.Module) else parts[0]
+        if not isinstance(models, Sequence) or not all(isinstance(each, torch.nn.Module) for each in models):
+            raise Mismatch(
+                f"build gave a {type(parts[0]).__name__} as the model; nothing was moved. What to do: return a module, "
+                "or a list of the modules of a pipeline stage, first"
+            )
         job = Job(*parts, mesh=to, names=None, random=True if old is None else old.random)
     job.device_mesh = device_mesh
     if old is not None and not old.is_consumed:

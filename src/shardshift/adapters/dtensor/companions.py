@@ -183,8 +183,8 @@ class Companions:
 
     def extra(self, name: str, extra: Any, mesh: Mesh, rank: int) -> Any:
         """The state of an extra at a rank of the new mesh; see ``Spread.state``."""
-        merge = extra.merge if isinstance(extra, PerRank) else None
-        return self._spread[_EXTRA + name].state(mesh, rank, merge)
+        merge, axes = (extra.merge, extra.axes) if isinstance(extra, PerRank) else (None, None)
+        return self._spread[_EXTRA + name].state(mesh, rank, merge, axes)
 
     def set_modules(self, models: Iterable[torch.nn.Module]) -> None:
         """Bring the modules of a new model into the mode, and to the extra state, of the old ones of their names."""

@@ -118,7 +118,7 @@ def check_swappable(held: Held) -> None:
     """
     for name, parameter in held.parameters.items():
         plain = not isinstance(parameter, DTensor) and not parameter.is_meta
-        if not plain and (weakref.getweakrefs(parameter) or parameter._use_count() > _USES):
+        if not plain and (weakref.getweakrefs(parameter) or parameter._use_count() > _USES):  # type: ignore[attr-defined]
             raise Mismatch(
                 f"something that build made holds parameter {name} of the new model from outside (a weak reference, a "
                 "hook on its gradient accumulator, a wrapper that records parameters), so it cannot be given its "

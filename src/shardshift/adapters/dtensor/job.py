@@ -40,10 +40,13 @@ class PerRank:
         extra: the object.
         merge: of (states, index, count) the state of place ``index`` of ``count`` new ones. ``states`` are those of the
             old places, in row-major order of the axes along which they differ.
+        axes: of the new mesh, along which its places are counted, ``()`` for one place of all; None for those along
+            which the old states differ, which it then has to have.
     """
 
     extra: Stateful
     merge: Callable[[list[dict[str, Any]], int, int], dict[str, Any]]
+    axes: tuple[str, ...] | None = None
 
 
 class Job:

@@ -83,13 +83,16 @@ class Spread:
             where = f"{_POSITION}{position}"
         return unpack(self.values[before]) if before is not None else begun(self.name, first, where, generation)
 
-    def state(self, mesh: Mesh, rank: int, merge: Callable[..., Any] | None) -> Any:
+    def state(
+        self, mesh: Mesh, rank: int, merge: Callable[..., Any] | None, axes: tuple[str, ...] | None = None
+    ) -> Any:
         """The state of an extra at a rank of the new mesh.
 
         Args:
             mesh: the new mesh.
             rank: of it.
             merge: of all old states, in order of their places, (new index, new count) the state there; None to refuse.
+            axes: see ``PerRank``.
 
         Raises:
             Infeasible: naming the axis.
@@ -109,10 +112,17 @@ class Spread:
                 "was moved. What to do: let it say the same on all ranks (a data position counted over the whole job), "
                 "or give shardshift.fsdp.PerRank(object, merge=...)"
             )
+        counted = self.axes if axes is None else axes
+        if gone := [axis for axis in counted if axis not in mesh.names]:
+            raise Infeasible(
+                f"the state of extra {self.name!r} is counted along {', '.join(gone)}, which the new mesh ({mesh}) "
+                "has not; nothing was moved. What to do: say along which of its axes the states shall be merged: "
+                "shardshift.fsdp.PerRank(object, merge=..., axes=(...)), () for one state on all ranks"
+            )
         coordinate = mesh.coordinate(rank)
         index, count = 0, 1
         for axis in mesh.names:
-            if axis in self.axes:
+            if axis in counted:
                 index, count = index * mesh.size(axis) + coordinate[axis], count * mesh.size(axis)
         return merge([unpack(self.values[self.places[place]]) for place in sorted(self.places)], index, count)
 
