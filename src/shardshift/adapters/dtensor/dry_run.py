@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...engine.events import nowhere
@@ -27,7 +26,7 @@ from .gathered import Old, Told, check_ties
 from .job import Job
 from .live import meshes_of
 from .meeting import meet
-from .meshes import torch_mesh
+from .meshes import meshes_apart, torch_mesh
 from .new import New
 from .report import DryRun
 
@@ -127,14 +126,10 @@ def _imagined(build: Build, to: Mesh, device_type: str, job: Job) -> tuple[list[
         if known is not None and known[1] is not None:
             ranks.append((known[0], _standing(to, rank, known[1])))
             continue
-        # Torch keeps what it has worked out for a mesh, and takes meshes of the same ranks for the same, whoever looks
-        # at them: so ranks are numbered as no real mesh, and no other imagined one, numbers them.
-        beyond = (1 + to.ranks.index(rank)) * (1 + max(*to.ranks, *job.mesh.ranks, dist.get_world_size()))
-        there = Mesh(dict(to.axes), [beyond + each for each in to.ranks])
-        with undisturbed_generators(), imagined_world(beyond + rank, 1 + max(there.ranks)):
-            device_mesh = torch_mesh(there, device_type)
+        with undisturbed_generators(), imagined_world(rank, 1 + max(to.ranks)), meshes_apart():
+            device_mesh = torch_mesh(to, device_type)
             assert device_mesh is not None  # the rank is in the mesh
-            new = New(build, device_mesh, there, job)
+            new = New(build, device_mesh, to, job)
             axes = _axes(meshes_of(new.held.tensors), to)
         index = texts.setdefault(new.text.digest, len(texts))
         if index == len(found):

@@ -13,6 +13,8 @@ Rejected: destroying groups and clearing DTensor's caches, which can be cleared 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -20,11 +22,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ...values import Infeasible, Mesh
 
 _MADE: Final[WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Mesh, str], DeviceMesh | None]]] = WeakKeyDictionary()
 """By the world that they are of, which they do not outlive; None on a rank that is not in the mesh."""
+
+
+@contextmanager
+def meshes_apart() -> Iterator[None]:
+    """Meshes that are made meanwhile, in an imagined world, are not taken for those of the real one, nor after it.
+
+    They are of the same ranks and seen from another one. What DTensor has worked out for meshes is forgotten before and
+    after: this thread's, and in an imagined world no other one works.
+    """
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    clear_redistribute_planner_cache()
 
 
 def group_count() -> int:

@@ -89,16 +89,20 @@ def migrate(
     clock = _Clock()
     kind = device_type or _device_type(job)
     memory = kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
-    with meet(
-        job,
-        to,
-        topology=topology,
-        transport=transport,
-        staging_bytes=staging_bytes,
-        timeout_s=timeout_s,
-        memory=memory,
-        sink=sink,
-    ) as mover:
+    # What is made under inference mode could never train.
+    with (
+        torch.inference_mode(False),
+        meet(
+            job,
+            to,
+            topology=topology,
+            transport=transport,
+            staging_bytes=staging_bytes,
+            timeout_s=timeout_s,
+            memory=memory,
+            sink=sink,
+        ) as mover,
+    ):
         clock.lap("meet")
         change = Change(job, build, to, mover, cast=cast, device_type=kind)
         change.tell()
