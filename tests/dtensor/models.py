@@ -44,8 +44,8 @@ class Net(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
         self.scale = nn.Parameter(torch.ones(()))
         self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(HIDDEN))
+        self.seen = nn.Buffer(torch.zeros((), dtype=torch.int64))
+        self.mean = nn.Buffer(torch.zeros(HIDDEN))
         if tied:
             self.out.weight = self.emb.weight
 
@@ -54,8 +54,8 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         with torch.no_grad():
-            self.seen += 1
-            self.mean += self.seen
+            self.seen.add_(1)
+            self.mean.add_(self.seen)
         scores: torch.Tensor = self.out(x + (self.mean * 1e-3).to(x.dtype)) * self.scale + self.bias + self.frozen.sum()
         return scores
 
@@ -67,7 +67,11 @@ def wrapped(model: Any, mesh: DeviceMesh, *, reshard: bool = True, policy: Mixed
         for layer in model.layers:
             parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if over := tuple(name for name in ("rep", "dp") if name in names):
-        given = {"mesh": mesh[over], "reshard_after_forward": reshard, "mp_policy": policy or MixedPrecisionPolicy()}
+        given: dict[str, Any] = {
+            "mesh": mesh[over],
+            "reshard_after_forward": reshard,
+            "mp_policy": policy or MixedPrecisionPolicy(),
+        }
         for layer in model.layers:
             fully_shard(layer, **given)
         fully_shard(model, **given, ignored_params={model.scale})  # FSDP2 shards no 0-dim parameter

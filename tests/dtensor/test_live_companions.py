@@ -326,9 +326,11 @@ def shards_that_stay_are_not_copied_and_views_are_read_as_they_are(rank: Rank) -
             self.b = nn.Parameter(base.clone()[:, 0] if odd else torch.empty(4))
             self.c = nn.Parameter(torch.arange(5.0))
 
-    job = ss.fsdp.Job(Views(odd=True), mesh=ss.Mesh({"dp": 2})) if rank.index < 2 else None
+    job: ss.fsdp.Job | None = None
+    if rank.index < 2:
+        job = ss.fsdp.Job(Views(odd=True), mesh=ss.Mesh({"dp": 2}))
     held = [p.data_ptr() for p in job.models[0].parameters()] if job is not None else []
-    job = rank.change(job, lambda _: Views(odd=False), ss.Mesh({"dp": 4}))  # type: ignore[assignment]
+    job = rank.change(job, lambda _: Views(odd=False), ss.Mesh({"dp": 4}))
     assert job is not None
     model: Any = job.model
     assert torch.equal(model.a, torch.arange(16.0).reshape(4, 4).t())
@@ -341,15 +343,17 @@ def shards_that_stay_are_not_copied_and_views_are_read_as_they_are(rank: Rank) -
 def what_build_sets_and_hooks_on_parameters_stays_on_them(rank: Rank) -> None:
     def build(mesh: Any) -> Any:
         model, optimizer = builder()(mesh)
-        weight = plain_names(model)["layers.0.up.weight"]
+        weight: Any = plain_names(model)["layers.0.up.weight"]
         weight.group = "matrix"
         weight.register_post_accumulate_grad_hook(lambda p: seen.append(p is weight))
         return model, optimizer
 
     seen: list[bool] = []
-    job = rank.change(first(builder(), rank.mesh(FOUR)), build, CROSSED)
-    assert job is not None
+    job = rank.change(first(builder(), rank.mesh(FOUR)), build, ss.Mesh({"tp": 2}, [2, 1]))
+    if job is None:
+        return
     losses(job, 1)
+    assert seen == [True]
     weight: Any = plain_names(job.models[0])["layers.0.up.weight"]
     assert weight.group == "matrix"
     assert weight.requires_grad

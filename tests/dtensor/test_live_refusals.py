@@ -61,6 +61,7 @@ def a_job_that_was_refused_a_change_trains_on_as_if_not_asked(rank: Rank) -> Non
     def of_a_parameter_elsewhere(mesh: Any) -> Any:
         return build(mesh)[0], adamw([torch.nn.Parameter(torch.zeros(2))])
 
+    own = job.model, job.optimizer
     for how, kind, said in [
         (raises_on_one, Exception, "this rank cannot"),
         (builder(lambda p: torch.optim.SGD(p, lr=0.1)), ss.Mismatch, "optimizers"),
@@ -68,7 +69,7 @@ def a_job_that_was_refused_a_change_trains_on_as_if_not_asked(rank: Rank) -> Non
         (smaller, ss.ShardshiftError, "bias"),
         (waits_for_data, ss.Unaccounted, "table"),
         (of_a_parameter_elsewhere, ss.Mismatch, "not in the new model"),
-        (lambda _: (job.model, job.optimizer), ss.Mismatch, "objects of the old job"),
+        (lambda _: own, ss.Mismatch, "objects of the old job"),
         (lambda _: (), ss.Mismatch, "build gave 0 values"),
         (lambda _: None, ss.Mismatch, "build gave a NoneType"),
     ]:
@@ -108,10 +109,10 @@ def old_objects_raise_and_tensors_held_elsewhere_stay(rank: Rank) -> None:
     build = builder(extras=lambda optimizer: {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1)})
     job = first(build, rank.mesh(FOUR))
     assert job is not None
-    model, optimizer = job.model, job.optimizer
-    assert isinstance(model, torch.nn.Module)
-    layer, weight = model.layers[0], plain_names(model)["layers.0.up.weight"]  # type: ignore[index]
-    scheduler, values = job.extras["scheduler"], weight.detach().to_local().clone()  # type: ignore[attr-defined]
+    model: Any = job.model
+    optimizer, scheduler, layer = job.optimizer, job.extras["scheduler"], model.layers[0]
+    weight: Any = plain_names(model)["layers.0.up.weight"]
+    values = weight.detach().to_local().clone()
     new = rank.change(job, build, CROSSED)
     assert new is not None
     assert job.is_consumed
@@ -133,7 +134,7 @@ def old_objects_raise_and_tensors_held_elsewhere_stay(rank: Rank) -> None:
         with pytest.raises(ss.Mismatch, match="consumed"):
             use()
     assert "consumed" in repr(model) + repr(optimizer)
-    assert torch.equal(weight.detach().to_local(), values)  # type: ignore[attr-defined]
+    assert torch.equal(weight.detach().to_local(), values)
     assert new.report is not None
     assert new.report.invalid
 

@@ -44,14 +44,14 @@ def reloaded(rank: Rank, job: ss.fsdp.Job | None, build: Any, to: ss.Mesh, name:
     folder = rank.folder / name
     old, new, mesh = dist.new_group(holders), dist.new_group(sorted(to.ranks)), rank.mesh(to)
     if job is not None:
-        model, optimizer = get_state_dict(job.model, job.optimizer)
+        model, optimizer = get_state_dict(job.models[0], job.optimizer)
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, process_group=old)
     dist.barrier()
     found = first(build, mesh)
     if found is not None:
-        model, optimizer = get_state_dict(found.model, found.optimizer)
+        model, optimizer = get_state_dict(found.models[0], found.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder, process_group=new)
-        set_state_dict(found.model, found.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(found.models[0], found.optimizer, model_state_dict=model, optim_state_dict=optimizer)
     return found
 
 
@@ -130,7 +130,7 @@ class Side(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(6, 10) for _ in OPTIMIZERS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        sides: torch.Tensor = sum(layer(x) for layer in self.layers)  # type: ignore[assignment]
+        sides: torch.Tensor = sum(layer(x) for layer in self.layers)
         return sides
 
 
@@ -174,6 +174,7 @@ def a_change_before_the_first_step_leaves_state_to_be_made(rank: Rank) -> None:
     other = first(build, rank.mesh(to))
     job = change_exactly(rank, job, build, to)
     assert not job.optimizer.state
+    assert other is not None
     assert losses(job, 2) == losses(other, 2)
     # And the other way round: what build has stepped already is cleared, not kept.
     fresh = first(build, rank.mesh(ss.Mesh({"dp": 4})))
@@ -191,9 +192,13 @@ def a_change_before_the_first_step_leaves_state_to_be_made(rank: Rank) -> None:
 
 def sixteen_bit_parameters_and_mixed_precision_train_on(rank: Rank) -> None:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for number, ways in enumerate(
-        [{"policy": half, "reshard": False}, {"policy": half}, {"dtype": torch.bfloat16}, {"reshard": False}]
-    ):
+    wrappings: list[dict[str, Any]] = [
+        {"policy": half, "reshard": False},
+        {"policy": half},
+        {"dtype": torch.bfloat16},
+        {"reshard": False},
+    ]
+    for number, ways in enumerate(wrappings):
         build = builder(adamw, **ways)
         job = first(build, rank.mesh(ss.Mesh({"dp": 4})))
         assert job is not None
@@ -208,7 +213,7 @@ def sixteen_bit_parameters_and_mixed_precision_train_on(rank: Rank) -> None:
             other = reloaded(rank, job, build, to, f"half_{number}")
         job = rank.change(job, build, to)
         if job is not None:
-            assert all(isinstance(each, DTensor) for name, each in job.model.named_parameters() if name != "scale")
+            assert all(isinstance(each, DTensor) for name, each in job.models[0].named_parameters() if name != "scale")
             found = losses(job, 2)
             assert other is None or found == losses(other, 2)
 

@@ -22,7 +22,11 @@ def captured() -> Streams:
     name, keys, position, has_gauss, gauss = _numpy_state(np.random.get_state(legacy=True))
     version, words, next_gauss = random.getstate()
     streams: Streams = {
-        "python": (version, torch.tensor(words), next_gauss),  # 625 numbers by themselves are slow to pack and compare
+        "python": (
+            version,
+            torch.tensor(words, device="cpu"),
+            next_gauss,
+        ),  # 625 numbers by themselves are slow to pack and compare
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state().clone(),
     }
