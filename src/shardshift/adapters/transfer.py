@@ -14,6 +14,7 @@ Rejected: receiving into the targets themselves, which saves a copy and leaves t
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -22,9 +23,11 @@ import torch
 import torch.distributed as dist
 
 from ..engine import mover_of, names_of
+from ..engine.aliases import exact_aliases
 from ..engine.events import Sink, nowhere
 from ..engine.line import Kind as Transport
 from ..engine.readiness import Verify
+from ..engine.ties import same
 from ..plan.summary import STAGING_BYTES
 from ..values import Kind, Layout, Mismatch, Region, Shard, Tensor, Topology, Unaccounted
 from .once import Records, speaks, spoken
@@ -81,13 +84,16 @@ def transfer(
         memory=memory,
         sink=sink,
     ) as mover:
-        kept = {shard: tensor for shard, tensor in sources.items() if not _dropped(shard.tensor, drop)}
-        listed = {"sources": _body(kept), "targets": _body(targets)}
+        kept: dict[Shard, torch.Tensor] = {}
+        listed: dict[str, str] = {}
 
         def first() -> dict[str, Any]:
+            kept.update({shard: tensor for shard, tensor in sources.items() if not _dropped(shard.tensor, drop)})
             for side in (kept, targets):
                 for shard, tensor in side.items():
                     _check(shard, tensor)
+            _check_targets(targets, kept)
+            listed.update(sources=_body(kept), targets=_body(targets))
             return {name: hashlib.sha256(body.encode()).hexdigest()[:16] for name, body in listed.items()}
 
         told = mover.exchange(_said(first))
@@ -102,9 +108,12 @@ def transfer(
             )
         state = {name: kept[shard] for name, shard in names_of(prev.shards(mover.device)).items()}
         arrived = mover.move(prev, curr, state, policy="keep", verify=verify, compare_copies=compare_copies)
+        names = names_of(curr.shards(mover.device))
+        found = {shard: arrived[name] for name, shard in names.items()}
+        mover.exchange(_said(lambda: _check_tied(targets, found)))
         with torch.no_grad():
-            for name, shard in names_of(curr.shards(mover.device)).items():
-                targets[shard].copy_(arrived[name])
+            for shard, tensor in found.items():
+                targets[shard].copy_(tensor)
         return mover.plan.moved_bytes if mover.plan else 0
 
 
@@ -126,6 +135,38 @@ def _check(shard: Shard, tensor: torch.Tensor) -> None:
             f"{shard}: the tensor has shape {tuple(tensor.shape)} and dtype {dtype}, the shard {shard.region.shape} "
             f"and {shard.tensor.dtype}; nothing was moved. What to do: give each shard the tensor of its region"
         )
+
+
+def _check_targets(targets: Mapping[Shard, torch.Tensor], sources: Mapping[Shard, torch.Tensor]) -> None:
+    """Hold it that what is written to each target is there afterwards, and that no source is written to on the way."""
+    for shard, target in targets.items():
+        if target.is_meta or torch._debug_has_internal_overlap(target) == 1:
+            raise Mismatch(
+                f"{shard}: the target is "
+                f"{'on the meta device' if target.is_meta else 'one element seen several times'}, so nothing can be "
+                "written to it; nothing was moved. What to do: give it memory (to_empty)"
+            )
+    exact_aliases(targets)  # refuses those that share memory in part
+    homes = {tensor.untyped_storage().data_ptr(): shard for shard, tensor in sources.items() if tensor.numel()}
+    for shard, target in targets.items():
+        source = homes.get(target.untyped_storage().data_ptr()) if target.numel() else None
+        if source is not None and sources.get(shard) is not target:
+            raise Mismatch(
+                f"{shard}: the target lies in memory of the source {source}; nothing was moved. What to do: give the "
+                "two jobs tensors of their own"
+            )
+
+
+def _check_tied(targets: Mapping[Shard, torch.Tensor], found: Mapping[Shard, torch.Tensor]) -> dict[str, Any]:
+    """Hold it that targets that are one tensor are given one content."""
+    for group in exact_aliases(targets):
+        for one, other in itertools.pairwise(group):
+            if not same(found[one], found[other]):
+                raise Mismatch(
+                    f"{one} and {other} are one tensor in the targets and two in the sources; nothing was written. "
+                    "What to do: tie them in both jobs, or in neither"
+                )
+    return {}
 
 
 def _body(tensors: Mapping[Shard, torch.Tensor]) -> str:

@@ -155,9 +155,7 @@ class Attempt:
             records = self._settle("ready", answer, "agree")
             assert ready is not None  # a refusal of one's own has been raised
             check_alike(records)
-            if suspects := differing({device: record["copies"] for device, record in records.items()}):
-                details = ready.copies.details(sources, suspects)
-                refuse_differing(self._settle("copies", to_record(**details), "agree"))
+            self._refuse_differing(records, ready.copies, sources)
             plan = ready.schedule.plan
             tied = agreed_ties(plan, records)
             if choose_policy(records) == "keep":
@@ -176,20 +174,31 @@ class Attempt:
         """Agree that nothing has to move: the state is in the layout that was asked for, on every device.
 
         Raises:
-            ShardshiftError: the same on all devices, if a state is not what the layout says.
+            ShardshiftError: the same on all devices, if a state is not what the layout says, or copies differ.
             PeerLost: if a device did not answer.
         """
         with self._phase("agree"):
+            copies, live = Copies(layout, self._device), dict[Shard, torch.Tensor]()
             try:
-                check_held(by_shard(state, names_of(layout.shards_on(self._device))))
+                live = by_shard(state, names_of(layout.shards_on(self._device)))
+                check_held(live)
                 answer = to_record(
                     **asdict(self._terms),
                     digest=f"{layout.layout.digest} on {layout.devices}",
                     generation=self._generation,
+                    copies=copies.digests(live) if self._terms.compare_copies else {},
                 )
             except Exception as error:  # goes to every device as text
                 answer = refusal(error)
-            check_alike(self._settle("ready", answer, "agree"))
+            records = self._settle("ready", answer, "agree")
+            check_alike(records)
+            self._refuse_differing(records, copies, live)
+
+    def _refuse_differing(
+        self, records: Mapping[int, Mapping[str, Any]], copies: Copies, live: Mapping[Shard, torch.Tensor]
+    ) -> None:
+        if suspects := differing({device: record["copies"] for device, record in records.items()}):
+            refuse_differing(self._settle("copies", to_record(**copies.details(live, suspects)), "agree"))
 
     def carry_out(self, agreed: Agreed, state: MutableMapping[str, torch.Tensor]) -> dict[Shard, torch.Tensor]:
         """Move and commit.

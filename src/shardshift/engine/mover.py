@@ -218,7 +218,12 @@ class Mover:
         """
         check_way(differing)
         if differing != "error":
-            state = reconciled(self, lambda: self._placed(prev, lost), state, differing, lost)
+            one = reconciled(self, lambda: self._placed(prev, lost), state, differing, lost)
+            if policy == "release":  # the caller's mapping is what is emptied, and nobody else may hold what was in it
+                state.clear()
+                state.update(one)
+            else:
+                state = one
         attempt = self._attempt(policy, may_release=may_release, verify=verify, compare_copies=compare_copies)
         with self._line.watch.peers():
             sources: dict[Shard, torch.Tensor] = {}

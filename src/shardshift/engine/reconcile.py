@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import torch
 
 from ..values import Infeasible, Layout, Mismatch, PlacedLayout, Region, Shard, Tensor
+from .aliases import exact_aliases
 from .named import by_shard, names_of
 from .replicas import Copies, differing
 
@@ -96,10 +97,13 @@ def reconciled(
     arrived = mover.move(before, after, mine, policy="keep", compare_copies=False)
     by_copy = {copy: arrived[name] for name, copy in names_of(after.shards_on(device)).items()}
     found = dict(state)
+    ties = {name: group for group in exact_aliases(state) for name in group}
     for name, shard in names.items():
         if str(shard) in holders:
             of = [copy_of(shard, other) for other in holders[str(shard)]]
-            found[name] = joined([by_copy[copy] for copy in of if copy in by_copy])
+            tensor = joined([by_copy[copy] for copy in of if copy in by_copy])
+            for one in ties.get(name, (name,)):  # names that are one tensor stay one
+                found[one] = tensor
     return found
 
 

@@ -44,7 +44,12 @@ def audit(job: Job) -> Audit:
     for label, tensor in carried.items():
         claims.add(tensor, Fate.CARRIED, label)
     valued = {id(value) for of_name in scalars.values() for value in of_name.values()}
-    roots = {f"model[{index}]": model for index, model in enumerate(models)}
+    roots: dict[str, object] = {f"model[{index}]": model for index, model in enumerate(models)}
+    # What communication hooks keep (PowerSGD's errors) is no part of any module.
+    roots |= {
+        f"hooks[{index}]": [state for _, state in getattr(model, "_comm_hooks", ())]
+        for index, model in enumerate(job.models)
+    }
     found = reach(roots | {"optimizer": job.optimizer, "extras": job.extras}).state
     for each in found:
         if isinstance(each.value, torch.Tensor) and (rule := _rule(each, valued)) is not None:

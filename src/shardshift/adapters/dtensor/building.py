@@ -30,7 +30,6 @@ def built(build: Build, device_mesh: DeviceMesh, to: Mesh, old: Job | None) -> J
     made = build(device_mesh)
     if isinstance(made, Job):
         job = made
-        job.mesh = to
     else:
         parts = made if isinstance(made, tuple) else (made,)
         if not 1 <= len(parts) <= 3:
@@ -45,7 +44,8 @@ def built(build: Build, device_mesh: DeviceMesh, to: Mesh, old: Job | None) -> J
                 "or a list of the modules of a pipeline stage, first"
             )
         job = Job(*parts, mesh=to, names=None, random=True if old is None else old.random)
-    job.device_mesh = device_mesh
+    if job is old:
+        raise Mismatch("build gave the old job; nothing was moved. What to do: make a new model and a new optimizer")
     if old is not None and not old.is_consumed:
         ours = {id(each) for model in old.models for each in model.modules()} | {id(each) for each in _optimizers(old)}
         theirs = [*(each for model in job.models for each in model.modules()), *_optimizers(job)]
@@ -54,6 +54,7 @@ def built(build: Build, device_mesh: DeviceMesh, to: Mesh, old: Job | None) -> J
                 f"build gave objects of the old job ({', '.join(shared[:4])}), which cannot change their mesh; "
                 "nothing was moved. What to do: make a new model and a new optimizer on the mesh that it is given"
             )
+    job.mesh, job.device_mesh = to, device_mesh
     return job
 
 
@@ -155,18 +156,17 @@ def take_extras(job: Job, old: Job | None, companions: Companions) -> list[Calla
         )
     later: list[Callable[[], None]] = []
     for name in companions.extras:
-        if name in job.extras:
+        if name in job.extras and not (old and _inner(job.extras[name]) is _inner(old.extras.get(name))):
             extra = job.extras[name]
-            inner = extra.extra if isinstance(extra, PerRank) else extra
-            inner.load_state_dict(companions.extra(name, extra, job.mesh, job.rank))
+            _inner(extra).load_state_dict(companions.extra(name, extra, job.mesh, job.rank))
             continue
         if old is None or name not in old.extras:
             raise Infeasible(
                 f"rank {job.rank} joins, or its job has no extra {name!r}, and build does not give one; nothing was "
                 f"moved. What to do: return it from build: model, optimizer, {{{name!r}: ...}}"
             )
-        kept = old.extras[name]
-        inner = kept.extra if isinstance(kept, PerRank) else kept
+        kept = job.extras.get(name, old.extras[name])  # the same object, maybe with another merge
+        inner = _inner(kept)
         state = companions.extra(name, kept, job.mesh, job.rank)
         job.extras[name] = kept
 
@@ -178,9 +178,13 @@ def take_extras(job: Job, old: Job | None, companions: Companions) -> list[Calla
     return later
 
 
+def _inner(extra: Any) -> Any:
+    return extra.extra if isinstance(extra, PerRank) else extra
+
+
 def _turned(scheduler: Any, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
     """Turn a scheduler, and those inside it, from old optimizers to the new ones of the same places."""
-    for inner in getattr(scheduler, "_schedulers", ()):
+    for inner in (*getattr(scheduler, "_schedulers", ()), *getattr(scheduler, "schedulers", ())):
         _turned(inner, before, after)
     for old, new in zip(before, after, strict=False):
         if getattr(scheduler, "optimizer", None) is old:

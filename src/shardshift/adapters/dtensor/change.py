@@ -8,16 +8,16 @@ from typing import Any, Final
 import torch
 
 from ...engine import Mover, names_of
-from ...values import Mesh, PlacedLayout
+from ...values import Mesh, Mismatch, PlacedLayout
 from .. import generators, hooks
 from ..imagined import undisturbed_generators
 from ..once import Records, speaks, spoken
 from . import meshes
 from .building import Build
 from .described import Text
-from .gathered import Old, Told, check_target, check_ties, layout_by_position
+from .gathered import Old, Told, check_modules, check_target, check_ties, layout_by_position
 from .job import Job
-from .live import optimizers_in, unwrapped
+from .live import optimizers_in
 from .new import New
 from .report import Report
 from .retire import retire
@@ -39,6 +39,8 @@ class Change:
         mover: between all ranks of the change.
         cast: see ``migrate``.
         device_type: of torch's mesh.
+        timeout_s: the longest to wait for a process group.
+        options: what else all have to have alike, by name.
 
     Attributes:
         prev: who holds what; known once ``make`` is over.
@@ -50,9 +52,21 @@ class Change:
     curr: PlacedLayout
     state: dict[str, torch.Tensor]
 
-    def __init__(self, job: Job | None, build: Build, to: Mesh, mover: Mover, *, cast: bool, device_type: str) -> None:
+    def __init__(
+        self,
+        job: Job | None,
+        build: Build,
+        to: Mesh,
+        mover: Mover,
+        *,
+        cast: bool,
+        device_type: str,
+        timeout_s: float,
+        options: Mapping[str, Any],
+    ) -> None:
         self._job, self._build, self._to, self._mover = job, build, to, mover
-        self._cast, self._device_type = cast, device_type
+        self._cast, self._device_type, self._timeout_s = cast, device_type, timeout_s
+        self._options = dict(options) | {"cast": cast, "device_type": device_type}
         self._old: Old | None = None
         self._new: New | None = None
         self._later: list[Callable[[], None]] = []
@@ -70,7 +84,7 @@ class Change:
         """Say what the old job is like, and hear it of all."""
 
         def say() -> Mapping[str, Any]:
-            record = {"to": [self._to.axes, self._to.ranks], **self._counted()}
+            record = {"to": [self._to.axes, self._to.ranks], "options": self._options, **self._counted()}
             if self._job is None:
                 return record
             self._old = Old.of(self._job)
@@ -92,7 +106,7 @@ class Change:
 
         def first() -> Mapping[str, Any]:
             record: dict[str, Any] = {} if self._old is None else self._old.bodies(self._mover.device, self._records)
-            device_mesh = meshes.torch_mesh(self._to, self._device_type, kept=self._kept)
+            device_mesh = meshes.torch_mesh(self._to, self._device_type, kept=self._kept, timeout_s=self._timeout_s)
             with undisturbed_generators():
                 self._new = None if device_mesh is None else New(self._build, device_mesh, self._to, self._job)
             return record if self._new is None else record | self._new.record
@@ -104,10 +118,14 @@ class Change:
             new = self._new
             if new is None:
                 return {}
-            self._later = new.prepare(self._job, self._told)
-            return {"new_body": new.text.body} if speaks(self._mover.device, made, "new") else {}
+            with undisturbed_generators():  # a loader may seed when it takes a state
+                self._later = new.prepare(self._job, self._told)
+            record: dict[str, Any] = {"lacks": self._told.companions.unknown_modules(new.models)}
+            return record | ({"new_body": new.text.body} if speaks(self._mover.device, made, "new") else {})
 
-        texts = spoken(made, self._exchange(second), "new", Text.of_body)
+        bodies = self._exchange(second)
+        texts = spoken(made, bodies, "new", Text.of_body)
+        check_modules([record["lacks"] for record in bodies.values() if "lacks" in record])
         check_ties(self._told.texts.values(), texts.values())
         moving: dict[str, Text] = {}
         for digest, text in texts.items():
@@ -129,31 +147,54 @@ class Change:
         placed = self._mover.place(self.prev, self.curr.layout, among=self._to.ranks, group_size=group_size)
         if placed.devices == self._to.ranks:
             return
-        self._to = Mesh(dict(self._to.axes), placed.devices)
+        self._to, self._new = Mesh(dict(self._to.axes), placed.devices), None
         self._align(self._exchange(self._counted))
         self.make()
 
     def finish(self, targets: Mapping[str, torch.Tensor]) -> Job | None:
-        """After the commit: the new job takes its tensors, the old one is consumed."""
-        new, old = self._new, self._job
-        if new is not None:
-            names = names_of(self.curr.layout.shards(_position(self._to, self._mover.device)))
-            new.take({shard: targets[name] for name, shard in names.items()}, self._told)
-        if old is not None:
-            models, optimizers, container = old.models, optimizers_in(old.optimizer), old.optimizer
-            for turn in self._later:
-                turn()
-            old.consume()
-            if isinstance(container, torch.optim.Optimizer) and container not in optimizers:
-                optimizers = (*optimizers, container)
-            retire(models, optimizers)
-        self._old = None
-        if new is None:
-            return None
-        hooks.run([unwrapped(model) for model in new.job.models])
+        """After the commit: the new job takes its tensors, the old one is consumed, and all hear that all have.
+
+        Raises:
+            ShardshiftError: on all ranks alike, if one could not: the change is committed, its job is not whole.
+        """
+
+        def install() -> Mapping[str, Any]:
+            try:
+                if self._new is not None:
+                    self._installed(self._new, targets)
+                for turn in self._later:
+                    turn()
+            except Exception as error:
+                raise Mismatch(
+                    f"rank {self._mover.device}: the change to {self._to} is committed, but the new job could not be "
+                    f"made whole: {type(error).__name__}: {error}. What to do: mend what the text names (after_move, "
+                    "extra state, extras and hooks are the user's code), and start from the last checkpoint"
+                ) from error
+            finally:
+                self._consume()
+            return {}
+
+        self._exchange(install)
+        return None if self._new is None else self._new.job
+
+    def _installed(self, new: New, targets: Mapping[str, torch.Tensor]) -> None:
+        names = names_of(self.curr.layout.shards(_position(self._to, self._mover.device)))
+        new.take({shard: targets[name] for name, shard in names.items()}, self._told)
+        hooks.run(new.models)
         generators.install(self._told.companions.streams(self._to, self._mover.device, self._told.generation))
         new.job.generation = self._told.generation + 1
-        return new.job
+
+    def _consume(self) -> None:
+        """Make the old job's objects raise."""
+        old, self._old = self._job, None
+        self.state = {}
+        if old is None:
+            return
+        models, optimizers, container = old.models, optimizers_in(old.optimizer), old.optimizer
+        old.consume()
+        if isinstance(container, torch.optim.Optimizer) and container not in optimizers:
+            optimizers = (*optimizers, container)
+        retire(models, optimizers)
 
     def report(self, seconds: Mapping[str, float]) -> Report:
         """What it came to."""

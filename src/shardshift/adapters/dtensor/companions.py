@@ -197,6 +197,12 @@ class Companions:
             if name in self._modules:
                 module.set_extra_state(unpack(self._modules[name]))
 
+    def unknown_modules(self, models: Iterable[torch.nn.Module]) -> list[str]:
+        """The old modules with extra state, or in evaluation, that a rank's new model does not have."""
+        models = tuple(models)
+        taking, known = {name for name, _ in _with_extra_state(models)}, {name for name, _ in modules_of(models)}
+        return sorted((self._modules.keys() - taking) | (self.evaluating - known))
+
     def check_optimizers(self, optimizer: Any) -> None:
         """Hold it that the new job steps as the old one did.
 
@@ -206,7 +212,7 @@ class Companions:
         if not self.optimizers:
             return
         found = sorted({type(each).__name__ for each in optimizers_in(optimizer)})
-        if found != self.optimizers:
+        if not found or not set(found) <= set(self.optimizers):
             raise Mismatch(
                 f"the old job's optimizers are {self.optimizers}, the new one's {found or 'none'}; nothing was moved. "
                 "What to do: let build make the same kind of optimizer"
@@ -239,7 +245,7 @@ class Companions:
                     )
                 settings = self.groups.settings(names, group)
                 if settings is not None:
-                    settings.pop(STEP, None)
+                    group.pop(STEP, None)  # some optimizers count in the group: then the old one's is in the settings
                     group.update(settings)
 
 

@@ -131,6 +131,7 @@ def described(tensors: Iterable[Live], ties: tuple[tuple[str, ...], ...], names:
                 )
             mesh = meshes.setdefault(each.mesh, len(meshes))
             if mesh == len(standing):
+                _check_groups(each.mesh, at, str(each))
                 standing.append((tuple(each.mesh.shape), tuple(at)))
         if each.name not in parts:
             parts[each.name] = parts_of(each.name, each.shape, names)
@@ -141,6 +142,22 @@ def described(tensors: Iterable[Live], ties: tuple[tuple[str, ...], ...], names:
         _check_local(entry, each.local, standing)
         entries.append(entry)
     return Text(tuple(entries), ties), tuple(standing)
+
+
+def _check_groups(mesh: DeviceMesh, at: Sequence[int], what: str) -> None:
+    """Hold it that this rank's place along each axis is its rank in the axis's group: FSDP2 goes by that one."""
+    try:
+        groups = mesh.get_all_groups()
+    except RuntimeError:  # a mesh without groups is for arithmetic alone
+        return
+    for axis, (group, index) in enumerate(zip(groups, at, strict=True)):
+        if group.size() > 1 and group.rank() != index:
+            raise Mismatch(
+                f"{what} lies on a mesh of ranks {mesh.mesh.flatten().tolist()}; along axis {axis} this rank is number "
+                f"{index} of the mesh and {group.rank()} of the group, so what it holds is not what the placements say "
+                "(torch sorts the ranks of groups that it makes for a mesh); nothing was moved. What to do: let ranks "
+                "ascend along each axis, and do not flatten or unflatten a mesh in which they do not"
+            )
 
 
 def _check_local(

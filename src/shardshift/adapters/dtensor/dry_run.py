@@ -22,7 +22,7 @@ from ...values import Mesh, PlacedLayout, Topology
 from ..imagined import imagined_world, undisturbed_generators
 from .building import Build
 from .described import Standing, Text, layout_of
-from .gathered import Old, Told, check_ties
+from .gathered import Old, Told, check_modules, check_ties
 from .job import Job
 from .live import meshes_of
 from .meeting import meet
@@ -82,7 +82,8 @@ def dry_run(
         bodies = old.bodies(job.rank, told)
         before = Told.of(told, mover.exchange(bodies))
     kind = job.device_mesh.device_type if job.device_mesh is not None else "cpu"
-    texts, ranks = _imagined(build, to, kind, job)
+    texts, ranks, lacking = _imagined(build, to, kind, job, before)
+    check_modules(lacking)
     check_ties(before.texts.values(), texts)
     after = layout_of([before.moving(text, cast=cast)[0] for text in texts], ranks)
     plan = make_plan(
@@ -114,12 +115,15 @@ def _said(say: Any) -> Mapping[str, Any] | Exception:
     return record
 
 
-def _imagined(build: Build, to: Mesh, device_type: str, job: Job) -> tuple[list[Text], list[tuple[int, Standing]]]:
-    """The texts of the new ranks, each once, and per position its text and standing."""
+def _imagined(
+    build: Build, to: Mesh, device_type: str, job: Job, before: Told
+) -> tuple[list[Text], list[tuple[int, Standing]], list[list[str]]]:
+    """The texts of the new ranks, each once; per position its text and standing; and which modules they lack."""
     texts: dict[str, int] = {}
     found: list[Text] = []
     first_of: dict[int, tuple[int, tuple[tuple[str, ...], ...] | None]] = {}
     ranks: list[tuple[int, Standing]] = []
+    lacking: list[list[str]] = []
     for rank in to.ranks:
         stage = to.coordinate(rank).get(_STAGES, 0)
         known = first_of.get(stage)
@@ -130,13 +134,15 @@ def _imagined(build: Build, to: Mesh, device_type: str, job: Job) -> tuple[list[
             device_mesh = torch_mesh(to, device_type)
             assert device_mesh is not None  # the rank is in the mesh
             new = New(build, device_mesh, to, job)
+            new.prepare(job, before)
             axes = _axes(meshes_of(new.held.tensors), to)
+        lacking.append(before.companions.unknown_modules(new.models))
         index = texts.setdefault(new.text.digest, len(texts))
         if index == len(found):
             found.append(new.text)
         first_of[stage] = (index, axes)
         ranks.append((index, new.standing))
-    return found, ranks
+    return found, ranks, lacking
 
 
 def _axes(meshes: list[DeviceMesh], to: Mesh) -> tuple[tuple[str, ...], ...] | None:

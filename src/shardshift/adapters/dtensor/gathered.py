@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from ...values import Kind, Layout, Mesh, Mismatch, Shard, Tensor
+from ...values import Kind, Layout, Mesh, Mismatch, Shard, Tensor, Unaccounted
 from ..once import Records, speaks, spoken
 from .companions import Companions, record_of
 from .described import Piece, Standing, Text, described, layout_of, pieces, with_state
@@ -61,7 +61,8 @@ class Old:
             for entry, each in zip(text.entries, tensors, strict=True)
             for piece in pieces(entry, standing)
         }
-        return cls(text, standing, views, record_of(job, held, text.entries, scalars))
+        companions = record_of(job, held, text.entries, scalars) if view is copied else b""
+        return cls(text, standing, views, companions)
 
     def record(self, job: Job) -> dict[str, Any]:
         """What it tells first."""
@@ -197,14 +198,39 @@ def as_standing(record: Any) -> Standing:
     return tuple((tuple(mesh), tuple(coordinate)) for mesh, coordinate in record)
 
 
+def check_modules(lacking: Sequence[Sequence[str]]) -> None:
+    """Hold it that each old module with extra state, or in evaluation, has a successor.
+
+    Args:
+        lacking: of each new rank those that it does not have.
+
+    Raises:
+        Unaccounted: naming those that no new rank has.
+    """
+    left = sorted(set.intersection(*map(set, lacking))) if lacking else []
+    if left:
+        raise Unaccounted(
+            f"{', '.join(left[:8])} of the old job has extra state, or is in evaluation, and no module of the new job "
+            "is called so and takes it; nothing was moved. What to do: let build give the same modules the same names",
+            left,
+        )
+
+
 def check_target(told: Records, to: Mesh) -> None:
-    """Hold it that all change to the same mesh.
+    """Hold it that all change to the same mesh, by the same options.
 
     Raises:
         Mismatch: naming a rank that does not.
     """
     wanted = [[list(axis) for axis in to.axes], list(to.ranks)]
+    first = min(told)
     for rank, record in told.items():
+        for name, value in record["options"].items():
+            if value != told[first]["options"][name]:
+                raise Mismatch(
+                    f"rank {rank} changes with {name}={value!r}, rank {first} with {told[first]['options'][name]!r}; "
+                    "nothing was moved. What to do: give the same options on all ranks"
+                )
         if record["to"] != wanted:
             axes, ranks = record["to"]
             raise Mismatch(

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ...values import Kind, Mismatch, Region, Shard
 from .companions import Companions
@@ -80,6 +81,8 @@ def install(
                     buffer.data = local
                 else:
                     module._buffers[key] = _like(buffer, local)
+    for parameter in held.parameters.values():
+        parameter.grad = None  # what build may have left
     _renew_fsdp(job.models)
     _install_state(job, held, locals_of, parts, companions)
     for name in shapes:
@@ -157,7 +160,11 @@ def _like(tensor: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
     """A local part as its parameter or buffer has it: in a DTensor of the same placements, or by itself."""
     if not isinstance(tensor, DTensor):
         return local
-    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    spec = tensor._spec
+    if local.dtype != tensor.dtype:  # fp32 state of a 16-bit parameter
+        meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def parts_by_name(entries: Iterable[Entry]) -> dict[str, tuple[str, ...]]:

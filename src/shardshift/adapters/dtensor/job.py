@@ -170,7 +170,7 @@ def _mesh_of(mesh: DeviceMesh | None) -> Mesh:
 
 def _root(models: Sequence[torch.nn.Module]) -> DeviceMesh | None:
     """The mesh that those of the DTensors are slices of: the largest, if there are several."""
-    found = {mesh._get_root_mesh() for mesh in meshes_in(models)}
+    found = dict.fromkeys(mesh._get_root_mesh() for mesh in meshes_in(models))  # in order: of equals the first
     return max(found, key=lambda mesh: mesh.mesh.numel(), default=None)
 
 

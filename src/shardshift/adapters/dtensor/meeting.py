@@ -12,7 +12,9 @@ The devices of the mover are the global ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Final
 
@@ -21,12 +23,13 @@ import torch.distributed as dist
 from ...engine import Mover
 from ...engine.events import Sink
 from ...engine.line import Kind as Transport
-from ...values import Infeasible, Mesh, Mismatch, PeerLost, Topology
+from ...values import Infeasible, Mesh, PeerLost, Topology
 from .job import Job
 
 _PREFIX: Final = "shardshift/migrate"
 
 
+@contextmanager
 def meet(
     job: Job | None,
     to: Mesh,
@@ -37,8 +40,8 @@ def meet(
     timeout_s: float,
     memory: str,
     sink: Sink,
-) -> Mover:
-    """A mover between all ranks of a change. Called by all of them; arguments as for ``migrate``.
+) -> Iterator[Mover]:
+    """A mover between all ranks of a change, for a while. Called by all of them; arguments as for ``migrate``.
 
     Raises:
         Infeasible: if this rank has no part in the change.
@@ -59,8 +62,16 @@ def meet(
         )
     group = dist.group.WORLD
     assert group is not None  # it is initialised
+    apart = {*range(world_size)} - {*to.ranks, *(job.mesh.ranks if job is not None else to.ranks)}
+    if group.bound_device_id is not None and job is not None and apart:
+        raise Infeasible(
+            "the default process group is bound to a device (init_process_group(device_id=...)), so every rank has "
+            f"to come when groups are made, and {sorted(apart)} take no part in this change; nothing was moved. What "
+            "to do: initialise without device_id, or let the old and the new mesh have all ranks between them"
+        )
     store = dist.PrefixStore(_PREFIX, group.get_group_store())
-    if job is not None and rank == min(job.mesh.ranks):
+    leads = job is not None and rank == min(job.mesh.ranks)
+    if job is not None and leads:
         ranks: Sequence[int] = sorted({*job.mesh.ranks, *to.ranks})
         number = store.add("changes", 1)
         for other in ranks:
@@ -69,39 +80,39 @@ def meet(
                 store.set(box, json.dumps({"number": number, "ranks": ranks}))
     else:
         number, ranks = _invited(store, rank, timeout_s)
-        if job is not None and not {*job.mesh.ranks, *to.ranks} == {*ranks}:
-            raise Mismatch(
-                f"rank {rank} changes {job.mesh} to {to}, and is invited to a change between ranks {ranks}; nothing "
-                "was moved. What to do: give the same mesh on all ranks"
-            )
-    return Mover(
-        dist.PrefixStore(str(number), store),
-        rank,
-        ranks,
-        topology=topology,
-        transport=transport,
-        staging_bytes=staging_bytes,
-        timeout_s=timeout_s,
-        memory=memory,
-        sink=sink,
-    )
+    try:
+        with Mover(
+            dist.PrefixStore(str(number), store),
+            rank,
+            ranks,
+            topology=topology,
+            transport=transport,
+            staging_bytes=staging_bytes,
+            timeout_s=timeout_s,
+            memory=memory,
+            sink=sink,
+        ) as mover:
+            yield mover
+    finally:
+        if leads:
+            store.set(f"over/{number}", b"")  # type: ignore[arg-type]  # the stub says str
 
 
 def _invited(store: dist.Store, rank: int, timeout_s: float) -> tuple[int, list[int]]:
-    """The next invitation in this rank's box."""
-    box = f"box/{rank}/{store.add(f'taken/{rank}', 0) + 1}"
-    try:
-        store.wait([box], timedelta(seconds=timeout_s))
-    except dist.DistStoreError as error:
-        raise PeerLost(
-            (),
-            "plan",
-            f"rank {rank} was not invited to a change within {timeout_s:.0f} s; nothing was moved. What to do: call "
-            "this on all ranks of the old job, too",
-        ) from error
-    # A change that this rank missed, and whose others have given up on it, lies here still: the newest one counts.
-    newest = store.add(f"sent/{rank}", 0)
-    record = json.loads(store.get(f"box/{rank}/{newest}"))
-    taken = store.add(f"taken/{rank}", 0)
-    store.add(f"taken/{rank}", newest - taken)
-    return record["number"], record["ranks"]
+    """The next invitation in this rank's box to a change that is not over."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        box = f"box/{rank}/{store.add(f'taken/{rank}', 0) + 1}"
+        try:
+            store.wait([box], timedelta(seconds=max(deadline_s - time.monotonic(), 0.001)))
+        except dist.DistStoreError as error:
+            raise PeerLost(
+                (),
+                "plan",
+                f"rank {rank} was not invited to a change within {timeout_s:.0f} s; nothing was moved. What to do: "
+                "call this on all ranks of the old job, too",
+            ) from error
+        record = json.loads(store.get(box))
+        store.add(f"taken/{rank}", 1)
+        if not store.check([f"over/{record['number']}"]):
+            return record["number"], record["ranks"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -65,16 +66,19 @@ def has_mesh(mesh: Mesh, device_type: str) -> bool:
     return (mesh, device_type) in _made()
 
 
-def torch_mesh(mesh: Mesh, device_type: str, *, kept: bool = False) -> DeviceMesh | None:
+def torch_mesh(
+    mesh: Mesh, device_type: str, *, kept: bool = False, timeout_s: float | None = None
+) -> DeviceMesh | None:
     """Torch's mesh, None on a rank that is not in it. Called by all who take part in the change, with counts aligned.
 
     Torch sorts the ranks of the groups that it makes for a mesh, while coordinates follow the mesh: FSDP2 goes by the
-    one, DTensor by the other. So where ranks do not ascend along an axis, groups are made here, in the mesh's order.
+    one, DTensor by the other. So groups are made here, in the mesh's order.
 
     Args:
         mesh: the mesh.
         device_type: of its tensors.
         kept: whether all who take part have kept it.
+        timeout_s: the longest to wait for the others of a group; None for as long as its collectives may take.
 
     Raises:
         Infeasible: if the mesh has no axis.
@@ -83,7 +87,7 @@ def torch_mesh(mesh: Mesh, device_type: str, *, kept: bool = False) -> DeviceMes
         raise Infeasible("the new mesh has no axis; nothing was moved. What to do: give one, of size 1 for one rank")
     made, key = _made(), (mesh, device_type)
     if not (kept and key in made):
-        made[key] = _new(mesh, device_type)
+        made[key] = _new(mesh, device_type, None if timeout_s is None else timedelta(seconds=timeout_s))
     return made[key]
 
 
@@ -93,19 +97,19 @@ def _made() -> dict[tuple[Mesh, str], DeviceMesh | None]:
     return _MADE.setdefault(world, {})
 
 
-def _new(mesh: Mesh, device_type: str) -> DeviceMesh | None:
-    ranks = torch.tensor(mesh.ranks, dtype=torch.int).reshape(mesh.shape)
-    lines = [ranks.movedim(axis, -1).reshape(-1, size).tolist() for axis, size in enumerate(mesh.shape)]
-    if all(line == sorted(line) for along in lines for line in along):
-        made = DeviceMesh(device_type, ranks, mesh_dim_names=mesh.names)
-        return made if made.get_coordinate() is not None else None
+def _new(mesh: Mesh, device_type: str, timeout: timedelta | None) -> DeviceMesh | None:
+    ranks = torch.tensor(mesh.ranks, dtype=torch.int, device="cpu").reshape(mesh.shape)
     own: list[dist.ProcessGroup] = []
-    for along, name in zip(lines, mesh.names, strict=True):
-        for line in along:
-            group = dist.new_group(line, group_desc=f"mesh_{name}", sort_ranks=False)
+    for axis, (name, size) in enumerate(mesh.axes):
+        for line in ranks.movedim(axis, -1).reshape(-1, size).tolist():
+            group = dist.new_group(line, timeout=timeout, group_desc=f"mesh_{name}", sort_ranks=False)
             if dist.get_rank() in line:
                 own.append(group)
     if not own:
         return None
+    if timeout is not None:
+        usual = c10d._get_default_timeout(c10d.Backend(dist.get_backend()))
+        for group in own:
+            c10d._set_pg_timeout(usual, group)
     given = own if len(own) > 1 else own[0]
     return DeviceMesh.from_group(given, device_type, mesh=ranks.tolist(), mesh_dim_names=mesh.names)

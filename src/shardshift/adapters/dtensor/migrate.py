@@ -71,7 +71,7 @@ def migrate(
         topology: which ranks share a node, and rates; None for one node.
         transport: see ``shardshift.transport.connect``.
         staging_bytes: the most that a rank stages at any time.
-        timeout_s: the longest that a round or an agreement may take.
+        timeout_s: the longest that a round or an agreement may take; ``build`` on the slowest rank, too.
         sink: takes the events of the move.
 
     Returns:
@@ -82,7 +82,10 @@ def migrate(
         Mismatch: if old and new job do not fit each other: shapes, dtypes, optimizers, copies.
         Unaccounted: naming state that follows no rule.
         StateLost: naming what no old rank holds.
-        PeerLost: if a rank is gone. In all these cases the old job is as it was.
+        PeerLost: if a rank is gone.
+
+        In all these cases the old job is as it was, but for one: a ``Mismatch`` that says that the change is committed.
+        Then code of the user's (``after_move``, extra state, extras) has failed on a rank; the new job is not whole.
     """
     if order not in ("given", "least"):
         raise Infeasible(f"unknown order {order!r}; what to do: use 'given' or 'least'")
@@ -96,7 +99,7 @@ def migrate(
             job,
             to,
             topology=topology,
-            transport=transport,
+            transport="nccl" if transport == "auto" and kind == "cuda" else transport,
             staging_bytes=staging_bytes,
             timeout_s=timeout_s,
             memory=memory,
@@ -104,7 +107,16 @@ def migrate(
         ) as mover,
     ):
         clock.lap("meet")
-        change = Change(job, build, to, mover, cast=cast, device_type=kind)
+        change = Change(
+            job,
+            build,
+            to,
+            mover,
+            cast=cast,
+            device_type=kind,
+            timeout_s=timeout_s,
+            options={"order": order, "differing": differing, "compare_copies": compare_copies},
+        )
         change.tell()
         clock.lap("tell")
         change.make()
@@ -129,8 +141,11 @@ def migrate(
 
 
 def _device_type(job: Job | None) -> str:
-    if job is not None and job.device_mesh is not None:
-        return job.device_mesh.device_type
+    """Where the old job's parameters are; a rank that joins goes by the default group's backend."""
+    if job is not None and not job.is_consumed:
+        for parameter in (each for model in job.models for each in model.parameters()):
+            if parameter.device.type != "meta":
+                return parameter.device.type
     return "cuda" if "nccl" in dist.get_backend() else "cpu"
 
 

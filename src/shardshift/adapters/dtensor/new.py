@@ -22,6 +22,7 @@ class New:
 
     Attributes:
         job: the job.
+        models: its modules, without wrappers.
         held: what its modules hold.
         text: how that is cut.
         standing: where this rank stands in its meshes.
@@ -32,9 +33,9 @@ class New:
 
     def __init__(self, build: Build, device_mesh: DeviceMesh, to: Mesh, old: Job | None) -> None:
         self.job = built(build, device_mesh, to, old)
-        models = [unwrapped(model) for model in self.job.models]
-        settle(models)  # build may have run a forward
-        self.held: Held = held_by(models)
+        self.models = [unwrapped(model) for model in self.job.models]
+        settle(self.models)  # build may have run a forward
+        self.held: Held = held_by(self.models)
         refuse_data_of_its_own(self.job, self.held)
         self.text: Text
         self.standing: Standing
@@ -65,11 +66,15 @@ class New:
 
     def take(self, tensors: Mapping[Shard, torch.Tensor], told: Told) -> None:
         """Put what has arrived in place, in the dtypes of the new job."""
-        dtypes: dict[tuple[Kind, str], torch.dtype] = {
-            (entry.kind, entry.name): getattr(torch, entry.dtype) for entry in self.text.entries
-        }
+        built = {(entry.kind, entry.name): entry.dtype for entry in self.text.entries}
+        was = {entry.name: entry.dtype for entry in self.moving.entries if entry.kind is Kind.PARAM}
+        at = {(each.kind, each.name): each.local.device for each in self.held.tensors}
         locals_of = {}
         for entry in self.moving.entries:
-            local, key = assembled(entry, self.standing, tensors), (entry.kind, entry.name)
-            locals_of[key] = local.to(dtypes.get(key, local.dtype))
+            key, of_parameter = (entry.kind, entry.name), (Kind.PARAM, entry.name)
+            # State and gradients in the parameter's old dtype go with it, as torch's load_state_dict has them.
+            own = built.get(key) or (built[of_parameter] if entry.dtype == was[entry.name] else entry.dtype)
+            device = at[key if key in at else of_parameter]
+            local = assembled(entry, self.standing, tensors)
+            locals_of[key] = local.to(local.device if device.type == "meta" else device, getattr(torch, own))
         install(self.job, self.held, locals_of, parts_by_name(self.text.entries), told.companions)

@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from typing import Any, Final, NoReturn
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ...values import Mismatch
+from .live import fsdp_groups
 
 _KNOWN: Final = frozenset({"__class__", "__dict__", "__repr__", "__hash__", "__eq__", "__weakref__"})
 """What a debugger or a set asks of any object."""
@@ -70,10 +72,23 @@ _OPTIMIZER: Final = _consumed(torch.optim.Optimizer, "optimizer")
 
 def retire(models: Iterable[torch.nn.Module], optimizers: Iterable[Any]) -> None:
     """Make modules, all that they consist of, and optimizers raise on use."""
-    for module in [each for model in models for each in model.modules()]:
+    modules = [each for model in models for each in model.modules()]
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            _let_go(module)
+    for module in modules:
         _emptied(module, _MODULE, "module")
     for optimizer in optimizers:
         _emptied(optimizer, _OPTIMIZER, "optimizer")
+
+
+def _let_go(module: FSDPModule) -> None:
+    """Break the cycles through which FSDP2 holds parameters: torchtitan turns the collector off."""
+    for group in fsdp_groups(module):
+        group.fsdp_params.clear()
+    context = getattr(module._get_fsdp_state(), "_state_ctx", None)
+    if context is not None:
+        context.all_states.clear()
 
 
 def _emptied(value: Any, kind: type, what: str) -> None:

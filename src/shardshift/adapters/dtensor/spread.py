@@ -26,6 +26,10 @@ from ..plain import digest_of_packed, unpack
 
 Place = tuple[int, ...]
 _POSITION: Final = "position"
+_OF_ONE_RANK: Final = frozenset({"_snapshot", "_num_yielded", "_sampler_iter_yielded"})
+"""Keys by which the state of torchdata's StatefulDataLoader is known."""
+_NOT_OF_DATA: Final = ("tp", "pp", "cp", "ep")
+"""Axes along which ranks see the same samples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +102,10 @@ class Spread:
             Infeasible: naming the axis.
         """
         if not self.axes:
-            return unpack(self.values[min(self.values)])
+            found = unpack(self.values[min(self.values)])
+            if merge is None and isinstance(found, dict) and not _OF_ONE_RANK.isdisjoint(found):
+                self._refuse_other_data_ranks(mesh)
+            return found
         if all(self.mesh.size(axis) == mesh.size(axis) and axis in mesh.names for axis in self.axes):
             before = self.places.get(_place(mesh.coordinate(rank), self.axes))
             if before is not None:  # a rank may have told nothing
@@ -125,6 +132,18 @@ class Spread:
             if axis in counted:
                 index, count = index * mesh.size(axis) + coordinate[axis], count * mesh.size(axis)
         return merge([unpack(self.values[self.places[place]]) for place in sorted(self.places)], index, count)
+
+    def _refuse_other_data_ranks(self, mesh: Mesh) -> None:
+        """A StatefulDataLoader counts what its rank has seen: alike on all ranks, and still not of the whole job."""
+        names = dict.fromkeys((*self.mesh.names, *mesh.names))
+        changed = [name for name in names if name not in _NOT_OF_DATA and self.mesh.size(name) != mesh.size(name)]
+        if changed:
+            raise Infeasible(
+                f"extra {self.name!r} is a StatefulDataLoader, which counts the samples of its own rank, and "
+                f"{changed[0]} changes from {self.mesh.size(changed[0])} to {mesh.size(changed[0])}; nothing was "
+                "moved. What to do: keep the place in the data as a count over the whole job, or give "
+                "shardshift.fsdp.PerRank(loader, merge=...)"
+            )
 
 
 def _matters(axis: str, mesh: Mesh, marks: Mapping[int, bytes]) -> bool:
