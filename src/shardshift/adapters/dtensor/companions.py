@@ -28,8 +28,10 @@ _EXTRA: Final = "extra:"
 _NAMES: Final = "param_names"
 
 
-def record_of(job: Job, held: Held, entries: Iterable[Entry], scalars: Scalars) -> bytes:
-    """This rank's record.
+def record_of(
+    job: Job, held: Held, entries: Iterable[Entry], scalars: Scalars, plain: Iterable[tuple[str, str]] = ()
+) -> bytes:
+    """This rank's record; ``plain`` are kind and name of state that is plain beside a parameter that is a DTensor.
 
     Raises:
         Unaccounted: naming a value that no record can carry.
@@ -56,6 +58,7 @@ def record_of(job: Job, held: Held, entries: Iterable[Entry], scalars: Scalars) 
                 for name, of_name in scalars.items()
                 for one in logical[name]
             },
+            "plain": [[kind, one] for kind, name in plain for one in logical[name]],
             "frozen": [
                 one for name, each in held.parameters.items() if not each.requires_grad for one in logical[name]
             ],
@@ -143,6 +146,7 @@ class Companions:
             for name, values in record["scalars"].items():
                 _agreed(self._scalars.setdefault(name, {}), values, name)
         self.frozen = {name for record in different for name in record["frozen"]}
+        self.plain = {(kind, name) for record in different for kind, name in record["plain"]}
         self.evaluating = {name for record in different for name in record["evaluating"]}
         self._modules: dict[str, Any] = {}
         for record in different:

@@ -61,7 +61,8 @@ class Old:
             for entry, each in zip(text.entries, tensors, strict=True)
             for piece in pieces(entry, standing)
         }
-        companions = record_of(job, held, text.entries, scalars) if view is copied else b""
+        plain = [(str(each.kind), each.name) for each in state if each.plain]
+        companions = record_of(job, held, text.entries, scalars, plain) if view is copied else b""
         return cls(text, standing, views, companions)
 
     def record(self, job: Job) -> dict[str, Any]:

@@ -108,7 +108,8 @@ def _install_state(
             name = held.names[id(parameter)]
             state: dict[str, Any] = companions.scalars(parts[name])
             for kind in kinds.get(name, ()):
-                state[str(kind)] = _like(parameter, locals_of[kind, name])
+                plain = any((str(kind), one) in companions.plain for one in parts[name])
+                state[str(kind)] = locals_of[kind, name] if plain else _like(parameter, locals_of[kind, name])
             if state:
                 optimizer.state[parameter] = state
 

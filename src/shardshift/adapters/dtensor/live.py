@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ...values import Kind, Mismatch, Unaccounted
+from .. import hooks
 from .cuts import Cut, cuts_of
 from .refusals import by_value, refuse_shared_memory, strange, twice
 
@@ -49,6 +50,7 @@ class Live:
         cuts: how the whole is cut.
         mesh: along whose axes; None for a tensor that is whole here.
         by_fsdp: whether ``fully_shard`` has cut it, or its parameter (``cuts.cuts_of``).
+        plain: whether it is a plain tensor of the local shape, beside a DTensor whose state or gradient it is.
     """
 
     kind: Kind
@@ -58,6 +60,7 @@ class Live:
     cuts: tuple[Cut, ...]
     mesh: DeviceMesh | None
     by_fsdp: bool = False
+    plain: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}"
@@ -204,7 +207,8 @@ def _named(
         for prefix, module in model.named_modules(remove_duplicate=False):
             table = module._parameters if kind is Kind.PARAM else module._buffers
             for key, value in table.items():
-                if value is not None:
+                made_anew = key in module._non_persistent_buffers_set and kind is Kind.BUFFER and hooks.vouches(module)
+                if value is not None and not made_anew:
                     yield clean(f"{prefix}.{key}" if prefix else key), (module, key), value
 
 
@@ -243,7 +247,7 @@ def live(kind: Kind, name: str, value: torch.Tensor, of: Live | None = None, *, 
         return Live(kind, name, shape, value.data if value.requires_grad else value, (), None)
     if shape != tuple(of.local.shape):
         raise _no_rule(what, shape, of)
-    return Live(kind, name, of.shape, value, of.cuts, of.mesh)
+    return Live(kind, name, of.shape, value, of.cuts, of.mesh, plain=of.mesh is not None)
 
 
 def meshes_of(tensors: Iterable[Live]) -> list[DeviceMesh]:
