@@ -18,16 +18,22 @@ from tests.dtensor.worlds import (
     numbered,
     torch_part,
 )
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from shardshift.adapters.dtensor.described import (
     Text,
+    described,
     local_shape,
     pieces,
     with_state,
 )
+from shardshift.adapters.dtensor.live import live
+from shardshift.adapters.dtensor.meshes import meshes_apart, torch_mesh
 from shardshift.adapters.dtensor.parts import Part, joined, stacked
-from shardshift.values import Kind, Layout, Region, Tensor, Unaccounted
+from shardshift.adapters.imagined import imagined_world
+from shardshift.values import Kind, Layout, Mesh, Mismatch, Region, Tensor, Unaccounted
 
 
 @settings(max_examples=100)
@@ -116,3 +122,31 @@ def test_what_two_jobs_split_differently_is_one_layout_of_logical_tensors() -> N
     assert [tensor.shape for tensor in found.tensors] == [(16, 4)]
     assert [shard.region.offsets[0] for shard in found.shards(1)] == [4, 10, 14]
     assert isinstance(found, Layout)
+
+
+def on(mesh: DeviceMesh) -> Any:
+    """A replicated parameter's description."""
+    weight = DTensor.from_local(torch.ones(2), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return described([live(Kind.PARAM, "w", weight)], (), None)
+
+
+def test_a_mesh_whose_places_are_not_those_of_its_groups_is_refused_on_whoever_stands_elsewhere() -> None:
+    """torch sorts the ranks of the groups that it makes, and FSDP2 goes by them."""
+    for rank in range(2):
+        with imagined_world(rank, 2), pytest.raises(Mismatch, match=r"param:w lies on .* \[1, 0\]; along axis 0"):
+            on(DeviceMesh("cpu", torch.tensor([1, 0]), mesh_dim_names=("dp",)))
+    with meshes_apart():
+        refused = {}
+        for rank in range(4):
+            with imagined_world(rank, 4):
+                on(DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("dp", "tp")))
+                made = torch_mesh(Mesh({"dp": 2, "tp": 2}, [1, 0, 3, 2]), "cpu")
+                assert made is not None
+                _, ((_, found),) = on(made)
+                assert made.mesh[found].item() == rank
+                try:
+                    on(made._flatten("all"))
+                except Mismatch as error:
+                    refused[rank] = str(error)
+        assert list(refused) == [0, 1, 2, 3]
+        assert "number 1 of the mesh and 0 of the group" in refused[0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.dtensor.worlds import one_rank, rank_of
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -193,3 +194,19 @@ def test_a_consumed_job_has_no_account() -> None:
         ss.audit(found)
     with pytest.raises(Mismatch, match="was consumed"):
         _ = found.model
+
+
+def test_what_a_communication_hook_keeps_is_refused() -> None:
+    """PowerSGD's errors are what gradients still owe: no module and no optimizer holds them."""
+    with one_rank():
+        model = nn.parallel.DistributedDataParallel(Net())
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            stepped(model, optimizer)
+        assert state.error_dict
+        audit = ss.audit(ss.fsdp.Job(model, optimizer))
+        assert any(path.startswith("hooks[0]") and "error_dict" in path for path in audit.unknown)
+        with pytest.raises(Unaccounted, match="error_dict"):
+            audit.check()

@@ -13,6 +13,7 @@ from torch import nn
 import shardshift as ss
 from shardshift.adapters.dtensor.companions import Companions, record_of
 from shardshift.adapters.dtensor.described import described
+from shardshift.adapters.dtensor.gathered import check_modules
 from shardshift.adapters.dtensor.job import Job
 from shardshift.adapters.dtensor.live import Held, held_by, optimizers_in, state_of, unwrapped
 from shardshift.adapters.dtensor.parts import Names, joined
@@ -182,6 +183,30 @@ def test_settings_that_ranks_have_differently_are_refused() -> None:
         take(told(*jobs), model := nn.Linear(2, 2), torch.optim.AdamW(model.parameters()))
 
 
+class CountingInGroup(torch.optim.SGD):
+    """Counts its steps where Apex's FusedAdam does: in the group."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        return super().step(closure)
+
+
+def test_a_step_that_is_kept_in_the_group_goes_along_and_one_that_is_not_does_not_come_up() -> None:
+    companions = told(job(make=CountingInGroup, steps=5))
+    for stepped_before in (0, 2):
+        model = nn.Linear(2, 2)
+        optimizer = stepped(model, CountingInGroup(model.parameters()), stepped_before)
+        take(companions, model, optimizer)
+        assert optimizer.param_groups[0]["step"] == 5
+        stepped(model, optimizer)
+        assert optimizer.param_groups[0]["step"] == 6
+    fresh = nn.Linear(2, 2)
+    optimizer = stepped(fresh, CountingInGroup(fresh.parameters()))
+    take(told(job(make=CountingInGroup, steps=0)), fresh, optimizer)
+    assert optimizer.param_groups[0].get("step") is None
+
+
 def test_groups_follow_the_names_that_both_sides_share() -> None:
     """q and k apart before and one matrix now: one group, if they had the same settings."""
     model = nn.ModuleDict({"q": nn.Linear(2, 4, bias=False), "k": nn.Linear(2, 2, bias=False)})
@@ -208,6 +233,17 @@ def test_another_kind_of_optimizer_is_refused_by_both_names() -> None:
         with pytest.raises(Mismatch, match=r"old job's optimizers are \['AdamW'\], the new one's"):
             companions.check_optimizers(other)
     told(Job(model, mesh=ALONE)).check_optimizers(torch.optim.SGD(model.parameters()))
+
+
+def test_a_stage_may_have_fewer_kinds_of_optimizer_than_the_job() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(2, 2, bias=False), "norm": nn.LayerNorm(2)})
+    optimizers = [torch.optim.AdamW(model["norm"].parameters()), torch.optim.SGD(model["up"].parameters(), lr=1.0)]
+    companions = told(Job(model, optimizers, mesh=ALONE))
+    for some in (optimizers, optimizers[:1], optimizers[1:]):
+        companions.check_optimizers(some)
+    for other in ([], [*optimizers, torch.optim.Adagrad(model.parameters())]):
+        with pytest.raises(Mismatch, match=r"are \['AdamW', 'SGD'\], the new one's"):
+            companions.check_optimizers(other)
 
 
 def test_frozen_parameters_and_modules_in_evaluation_are_known_by_name() -> None:
@@ -274,6 +310,27 @@ def test_extra_state_that_differs_between_ranks_is_refused_and_that_of_stages_is
     model = nn.ModuleDict({"a": Counting(), "b": Counting()})
     told(stage("a", 1), stage("b", 2), mesh=Mesh({"pp": 2})).set_modules([model])
     assert [model["a"].count, model["b"].count] == [1, 2]
+
+
+def test_modules_that_no_new_rank_has_are_refused_and_each_stage_may_lack_those_of_the_others() -> None:
+    old = nn.ModuleDict({"a": Counting(1), "b": nn.Dropout().eval(), "c": nn.Linear(1, 1)})
+    companions = told(Job(old, mesh=ALONE))
+    whole, dropped = nn.ModuleDict({"a": Counting(), "b": nn.Dropout()}), nn.ModuleDict({"b": nn.Linear(1, 1)})
+    plain = nn.ModuleDict({"a": nn.Linear(1, 1)})
+    for stages, left in ([whole], []), ([plain, dropped], ["a"]), ([plain], ["a", "b"]), ([whole["a"]], ["a", "b"]):
+        lacking = [companions.unknown_modules([stage]) for stage in stages]
+        if not left:
+            check_modules(lacking)
+            continue
+        with pytest.raises(Unaccounted, match=f"^{', '.join(left)} of the old job has extra state") as caught:
+            check_modules(lacking)
+        assert caught.value.names == tuple(left)
+    first, second = (nn.ModuleDict({name: whole[name]}) for name in "ab")
+    lacking = [companions.unknown_modules([stage]) for stage in (first, second)]
+    assert lacking == [["b"], ["a"]]
+    check_modules(lacking)
+    check_modules([companions.unknown_modules([first, second])])
+    check_modules([])
 
 
 def test_extra_state_that_nothing_takes_back_is_refused_by_name() -> None:

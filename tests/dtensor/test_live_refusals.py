@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tests.dtensor.models import Net, adamw, builder, differing, first, full, losses, plain_names, wrapped
-from tests.dtensor.ranks import Played, Rank
+from tests.dtensor.ranks import TIMEOUT_S, Played, Rank
 from torch.distributed import distributed_c10d as c10d
 
 import shardshift as ss
+from shardshift.engine import mover
+from shardshift.values import Kind
 
 pytestmark = pytest.mark.patient
 
@@ -94,6 +96,10 @@ def ranks_that_do_not_agree_on_the_change_are_told_so(rank: Rank) -> None:
     error = rank.error(None if rank.index == 3 else job, build, CROSSED)
     assert isinstance(error, ss.Mismatch)
     assert "rank 3 is in the old mesh" in str(error)
+    for name, others in ("cast", [False, True]), ("order", ["given", "least"]), ("differing", ["error", "first"]):
+        error = rank.error(job, build, CROSSED, **{name: others[rank.index == 1]})
+        assert isinstance(error, ss.Mismatch)
+        assert f"rank 1 changes with {name}={others[1]!r}, rank 0 with {others[0]!r}" in str(error)
     losses(job, 1)  # type: ignore[arg-type]
     consumed, job = job, rank.change(job, build, CROSSED)
     assert consumed is not None
@@ -202,6 +208,68 @@ def twenty_changes_leave_no_thread_file_or_group_behind(rank: Rank) -> None:
     losses(job, 1)  # type: ignore[arg-type]
 
 
+def a_rank_that_missed_two_changes_takes_part_in_the_third(rank: Rank) -> None:
+    """It comes first, so only those two invitations are there: it does not take one of them."""
+    build = builder()
+    job = first(build, rank.mesh(ss.Mesh({"dp": 3})))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(mover, "_MEETING_S", 0.5)  # a minute: nobody is meant to wait for who comes late
+        for _ in range(2 if job is not None else 0):
+            assert isinstance(rank.error(job, build, FOUR, timeout_s=0.5), ss.PeerLost)
+    rank.all(None)
+    if job is None:
+        assert "rank 3 was not invited" in str(rank.error(job, build, FOUR, timeout_s=0.5))
+    rank.all(None)
+    job = rank.change(job, build, FOUR)
+    losses(job, 1)  # type: ignore[arg-type]
+
+
+def a_transfer_that_one_rank_cannot_take_writes_on_none(rank: Rank) -> None:
+    emb, out = (
+        ss.Shard(ss.Tensor(Kind.PARAM, name, (2,), "float32", 4), ss.Region((0,), (2,))) for name in ("emb", "out")
+    )
+    tied = torch.full((2,), torch.nan)
+    for bad, says in (
+        ({emb: torch.empty(2, device="meta"), out: torch.empty(2)}, "meta device"),
+        ({emb: tied, out: tied}, "are one tensor in the targets"),
+    ):
+        targets = {each: torch.full((2,), torch.nan) for each in (emb, out)} if rank.index != 2 else bad
+        sources = {emb: torch.ones(2), out: torch.zeros(2)} if rank.index < 2 else {}
+        with pytest.raises(ss.Mismatch, match=says):
+            ss.transfer(sources, targets, timeout_s=TIMEOUT_S)
+        assert all(target.is_meta or target.isnan().all() for target in targets.values()) or rank.index == 2
+        assert tied.isnan().all()
+
+
+def a_failure_after_the_commit_is_one_error_and_consumes_the_old_job_everywhere(rank: Rank) -> None:
+    """Last: no rank has a job to train on with."""
+    build = builder()
+
+    class Failing(torch.nn.Module):
+        def after_move(self) -> None:
+            raise RuntimeError("no tables today")
+
+    def fails_on_one(mesh: Any) -> Any:
+        model, optimizer = build(mesh)
+        if rank.index == 2:
+            model.tables = Failing()
+        return model, optimizer
+
+    job = first(build, rank.mesh(FOUR))
+    assert job is not None
+    model, optimizer = job.models[0], job.optimizer
+    error = rank.error(job, fails_on_one, CROSSED)
+    assert isinstance(error, ss.Mismatch)
+    assert "rank 2: the change to dp 2" in str(error)
+    assert "is committed" in str(error)
+    assert "no tables today" in str(error)
+    assert len(set(rank.all(str(error)))) == 1
+    assert job.is_consumed
+    for use in (lambda: model.parameters(), lambda: optimizer.step()):
+        with pytest.raises(ss.Mismatch, match="consumed"):
+            use()
+
+
 SCENARIOS = [
     a_job_that_was_refused_a_change_trains_on_as_if_not_asked,
     ranks_that_do_not_agree_on_the_change_are_told_so,
@@ -209,6 +277,9 @@ SCENARIOS = [
     what_dry_run_says_is_what_happens_and_it_disturbs_nothing,
     the_least_order_moves_the_least,
     twenty_changes_leave_no_thread_file_or_group_behind,
+    a_rank_that_missed_two_changes_takes_part_in_the_third,
+    a_transfer_that_one_rank_cannot_take_writes_on_none,
+    a_failure_after_the_commit_is_one_error_and_consumes_the_old_job_everywhere,
 ]
 
 

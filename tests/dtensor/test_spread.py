@@ -171,3 +171,23 @@ def test_a_value_is_a_copy_for_each_who_gets_it() -> None:
     one, other = (told.state(Mesh({"dp": 2}), rank, None) for rank in (0, 1))
     one["seen"] += 1
     assert other["seen"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("key", ["_snapshot", "_num_yielded", "_sampler_iter_yielded"])
+def test_a_position_in_the_data_of_one_rank_is_no_place_in_the_whole_though_all_ranks_say_the_same(key: str) -> None:
+    """torchdata's StatefulDataLoader counts what its rank has seen: half as many ranks have not seen half of it."""
+    told = spread(Mesh({"dp": 2, "tp": 2}), lambda dp, tp: {key: 8, "_steps": 1}, "data")
+    for to in (Mesh({"dp": 4}), Mesh({"tp": 2}), Mesh({"dp": 2, "rep": 2})):
+        with pytest.raises(Infeasible, match=r"'data' is a StatefulDataLoader.*(dp|rep) changes from"):
+            told.state(to, 0, None)
+
+    def spent(states: list[dict[str, int]], index: int, count: int) -> int:
+        return sum(state[key] for state in states) // count
+
+    # Alike or not, each data parallel rank has one: 8 samples of 2 ranks are 4 of 4, and 8 of 2.
+    assert [told.state(Mesh({"dp": 4}), rank, spent) for rank in range(4)] == [4] * 4
+    assert told.state(Mesh({"dp": 1, "tp": 4}), 3, spent) == 16
+    assert told.state(Mesh({"rep": 4}), 0, spent, ("rep",)) == 4
+    for to in (Mesh({"dp": 2}), Mesh({"tp": 4, "dp": 2}), Mesh({"pp": 2, "dp": 2, "cp": 2})):
+        assert [told.state(to, rank, None)[key] for rank in to.ranks] == [8] * len(to.ranks)
+    spread(Mesh({"dp": 2}), lambda dp: {"seen": 8}).state(Mesh({"dp": 4}), 0, None)

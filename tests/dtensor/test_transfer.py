@@ -231,3 +231,34 @@ class TestOneRank:
         half = replace(weight, tensor=replace(weight.tensor, dtype="bfloat16", itemsize=2))
         with pytest.raises(ss.Mismatch, match="bfloat16"):
             alone({weight: value}, {half: torch.empty(3, 2, dtype=torch.bfloat16)})
+
+    def test_a_target_that_cannot_hold_what_is_written_to_it_is_refused(self) -> None:
+        (weight, value), (other, target) = shard("w", 3, 2), shard("b", 2)
+        for bad, says in (
+            (torch.empty(3, 2, device="meta"), "is on the meta device"),
+            (torch.zeros(()).expand(3, 2), "is one element seen several times"),
+            (value[:], "lies in memory of the source param:w"),
+        ):
+            target.fill_(torch.nan)
+            with pytest.raises(ss.Mismatch, match=says):
+                alone({weight: value, other: torch.ones(2)}, {other: target, weight: bad})
+            assert target.isnan().all()
+        alone({weight: value}, {weight: value})
+
+    def test_targets_that_share_memory_in_part_are_refused(self) -> None:
+        sources = dict([shard("w", 4), shard("b", 4)])
+        memory = torch.full((6,), torch.nan)
+        with pytest.raises(ss.Mismatch, match="share memory without being one tensor"):
+            alone(sources, dict(zip(sources, (memory[:4], memory[2:]), strict=True)))
+        assert memory.isnan().all()
+
+    def test_targets_that_are_one_tensor_are_given_one_content_or_nothing(self) -> None:
+        sources = dict([shard("emb", 4), shard("out", 4)])
+        target = torch.full((4,), torch.nan)
+        with pytest.raises(ss.Mismatch, match=r"param:emb.* and param:out.* are one tensor in the targets"):
+            alone(sources, dict.fromkeys(sources, target))
+        assert target.isnan().all()
+        emb, out = sources
+        sources[out] = sources[emb].clone()
+        alone(sources, dict.fromkeys(sources, target))
+        assert torch.equal(target, sources[emb])

@@ -177,6 +177,21 @@ def test_copies_that_differ_are_refused_by_name_and_nothing_has_moved() -> None:
     assert together(range(4), work) == {device: [f"layers.{i}" for i in range(4)] for device in range(4)}
 
 
+def test_copies_that_differ_are_refused_also_where_nothing_has_to_move() -> None:
+    layout = placed(DP2)
+
+    def work(mover: Mover) -> Any:
+        state = state_on(mover.device, layout, coded(layout))
+        if mover.device == 1:
+            state["layers.1"][3, 1] += 1
+        assert all(tensor is state[name] for name, tensor in mover.move(DP2, DP2, state, compare_copies=False).items())
+        return mover.move(DP2, DP2, state)
+
+    text = errors(together(range(4), work), Mismatch)
+    assert "layers.1" in text
+    assert "devices 0 and 1 hold different bits" in text
+
+
 def whole(*names: str) -> Layout:
     """One role that has tensors of 4 x 2, whole; every rank plays it or none."""
     role = tuple(Shard(Tensor(Kind.PARAM, name, (4, 2), "float32", 4), Region.whole((4, 2))) for name in names)

@@ -121,3 +121,35 @@ def test_a_state_that_is_not_what_the_layout_says_is_refused_on_all() -> None:
         return mover.move(DP3, DP3, state, differing="first")
 
     assert {type(error) for error in together((0, 1, 2), work).values()} == {Mismatch}
+
+
+@pytest.mark.parametrize("way", ["first", "mean"])
+def test_what_is_one_tensor_under_two_names_stays_one(way: Any) -> None:
+    """Also where only the bits of one of the names are compared first, and also if nothing has to move."""
+    head = Tensor(Kind.PARAM, "head.weight", (4,), "float32", 4)
+    both = PlacedLayout(Layout([(whole(NORM), whole(head))], [0, 0]), (0, 1))
+    far = PlacedLayout(Layout([(whole(NORM), whole(head))], [0]), (2,))
+
+    def work(mover: Mover) -> Any:
+        tied = torch.full((4,), 1.0 + 2 * mover.device)
+        state = {} if mover.device == 2 else {"norm.weight": tied, "head.weight": tied}
+        stayed = mover.move(both, both, state, differing=way)
+        moved = mover.move(both, far, state, differing=way)
+        for found in (stayed, moved):
+            assert not found or found["norm.weight"] is found["head.weight"]
+        return [float(found["head.weight"][0]) for found in (stayed, moved) if found]
+
+    expected = [1.0 if way == "first" else 2.0]
+    assert together((0, 1, 2), work) == {0: expected, 1: expected, 2: expected}
+
+
+def test_a_release_empties_the_callers_own_mapping() -> None:
+    """Who still held the old tensors would keep their memory."""
+
+    def work(mover: Mover) -> Any:
+        state = state_of(mover.device, TP2, (1.0, 3.0)[mover.device])
+        found = mover.move(TP2, TP1, state, differing="first", policy="release")
+        assert state == {}
+        return {name: float(tensor.float().sum()) for name, tensor in found.items()}
+
+    assert together((0, 1), work) == {0: {"norm.weight": 4.0, "half.weight": 2.0, "matrix": 66.0}, 1: {}}

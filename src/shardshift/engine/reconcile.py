@@ -67,6 +67,7 @@ def reconciled(
     """
     device, names, live = mover.device, dict[str, Shard](), dict[Shard, torch.Tensor]()
     copies: Copies | None = None
+    ties: dict[str, tuple[str, ...]] = {}
 
     def said(tell: Callable[[], Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
         try:
@@ -80,6 +81,7 @@ def reconciled(
         placed = layout()
         names.update(names_of(placed.shards_on(device)))
         live.update(by_shard(state, names))
+        ties.update({name: group for group in exact_aliases(state) for name in group})
         copies = Copies(placed, device, lost)
         return copies.digests(live)
 
@@ -97,7 +99,6 @@ def reconciled(
     arrived = mover.move(before, after, mine, policy="keep", compare_copies=False)
     by_copy = {copy: arrived[name] for name, copy in names_of(after.shards_on(device)).items()}
     found = dict(state)
-    ties = {name: group for group in exact_aliases(state) for name in group}
     for name, shard in names.items():
         if str(shard) in holders:
             of = [copy_of(shard, other) for other in holders[str(shard)]]

@@ -20,6 +20,8 @@ from .job import Job
 from .live import gradients_of, held_by, optimizers_in, settle, state_of, unwrapped
 
 _TORCHS: Final = "torch.distributed."
+_HOOKS: Final = "hooks"
+"""Root of what communication hooks keep, those of torch.distributed included: nothing carries it, so it is refused."""
 
 
 def audit(job: Job) -> Audit:
@@ -47,7 +49,7 @@ def audit(job: Job) -> Audit:
     roots: dict[str, object] = {f"model[{index}]": model for index, model in enumerate(models)}
     # What communication hooks keep (PowerSGD's errors) is no part of any module.
     roots |= {
-        f"hooks[{index}]": [state for _, state in getattr(model, "_comm_hooks", ())]
+        f"{_HOOKS}[{index}]": [state for _, state in getattr(model, "_comm_hooks", ())]
         for index, model in enumerate(job.models)
     }
     found = reach(roots | {"optimizer": job.optimizer, "extras": job.extras}).state
@@ -74,7 +76,7 @@ def _rule(found: Found, valued: set[int]) -> tuple[Fate, str] | None:
         return Fate.COMPANION, f"setting of a param group ({found.key})"
     if found.path.startswith("extras"):
         return Fate.COMPANION, "of an extra"
-    if is_torchs_own(found):
+    if is_torchs_own(found) and not found.path.startswith(_HOOKS):
         return Fate.REBUILT, "of FSDP2 or a mesh"
     if found.value.grad_fn is not None and not isinstance(found.value, torch.nn.Parameter):
         return Fate.REBUILT, "of the last forward (has a graph)"

@@ -72,6 +72,7 @@ def migrate(
         transport: see ``shardshift.transport.connect``.
         staging_bytes: the most that a rank stages at any time.
         timeout_s: the longest that a round or an agreement may take; ``build`` on the slowest rank, too.
+            That all are there at first may take a minute.
         sink: takes the events of the move.
 
     Returns:

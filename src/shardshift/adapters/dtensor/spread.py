@@ -101,13 +101,17 @@ class Spread:
         Raises:
             Infeasible: naming the axis.
         """
-        if not self.axes:
+        along, places = self.axes, self.places
+        if not along and merge is not None:  # states of one rank each, that happen to be alike
+            along = tuple(axis for axis in self.mesh.names if axis not in _NOT_OF_DATA)
+            places = _places(self.mesh, self.values, along)
+        if not along:
             found = unpack(self.values[min(self.values)])
             if merge is None and isinstance(found, dict) and not _OF_ONE_RANK.isdisjoint(found):
                 self._refuse_other_data_ranks(mesh)
             return found
-        if all(self.mesh.size(axis) == mesh.size(axis) and axis in mesh.names for axis in self.axes):
-            before = self.places.get(_place(mesh.coordinate(rank), self.axes))
+        if all(self.mesh.size(axis) == mesh.size(axis) and axis in mesh.names for axis in along):
+            before = places.get(_place(mesh.coordinate(rank), along))
             if before is not None:  # a rank may have told nothing
                 return unpack(self.values[before])
         if merge is None:
@@ -119,7 +123,7 @@ class Spread:
                 "was moved. What to do: let it say the same on all ranks (a data position counted over the whole job), "
                 "or give shardshift.fsdp.PerRank(object, merge=...)"
             )
-        counted = self.axes if axes is None else axes
+        counted = along if axes is None else axes
         if gone := [axis for axis in counted if axis not in mesh.names]:
             raise Infeasible(
                 f"the state of extra {self.name!r} is counted along {', '.join(gone)}, which the new mesh ({mesh}) "
@@ -131,7 +135,7 @@ class Spread:
         for axis in mesh.names:
             if axis in counted:
                 index, count = index * mesh.size(axis) + coordinate[axis], count * mesh.size(axis)
-        return merge([unpack(self.values[self.places[place]]) for place in sorted(self.places)], index, count)
+        return merge([unpack(self.values[places[place]]) for place in sorted(places)], index, count)
 
     def _refuse_other_data_ranks(self, mesh: Mesh) -> None:
         """A StatefulDataLoader counts what its rank has seen: alike on all ranks, and still not of the whole job."""
