@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import difflib
 import os
 import re
 import shlex
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.docs.differences import check_difference
 
 from shardshift.adapters.dtensor.parts import parts_of
 from shardshift.elastic import LocalJob
@@ -37,28 +37,8 @@ def losses_in(text: str) -> Losses:
 # The lines
 
 
-def lines_of(program: Path) -> list[str]:
-    return program.read_text().splitlines()
-
-
-def counted(lines: list[str]) -> list[str]:
-    """Blank lines and comments do not count."""
-    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
-
-
 def test_the_page_shows_the_lines_that_are_added_or_changed_and_counts_them() -> None:
-    before, after = lines_of(BEFORE), lines_of(AFTER)
-    shown = re.search(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-    assert shown is not None
-    expected = difflib.unified_diff(before, after, BEFORE.name, AFTER.name, n=1, lineterm="")
-    assert shown[1].splitlines() == list(expected)
-    changes = list(difflib.ndiff(counted(before), counted(after)))
-    added = [line for line in changes if line.startswith("+ ")]
-    removed = [line for line in changes if line.startswith("- ")]
-    assert len(added) <= MOST_LINES
-    told = re.search(r"\*\*(\d+) lines are added or changed\*\*, (\d+) of the old ones go", PAGE)
-    assert told is not None
-    assert [int(number) for number in told.groups()] == [len(added), len(removed)]
+    check_difference(PAGE, BEFORE, AFTER, MOST_LINES)
 
 
 def test_what_the_programs_share_knows_nothing_of_shardshift() -> None:
