@@ -15,7 +15,7 @@ from shardshift.adapters.dtensor.companions import Companions, record_of
 from shardshift.adapters.dtensor.described import described
 from shardshift.adapters.dtensor.gathered import check_modules
 from shardshift.adapters.dtensor.job import Job
-from shardshift.adapters.dtensor.live import Held, held_by, optimizers_in, state_of, unwrapped
+from shardshift.adapters.dtensor.live import Held, Lives, held_by
 from shardshift.adapters.dtensor.parts import Names, joined
 from shardshift.values import Mesh, Mismatch, Unaccounted
 
@@ -23,10 +23,9 @@ ALONE = Mesh({"dp": 1})
 
 
 def record(job: Job) -> bytes:
-    held = held_by([unwrapped(model) for model in job.models])
-    state, scalars = state_of(optimizers_in(job.optimizer), held)
-    text, _ = described((*held.tensors, *state), held.ties, job.names)
-    return record_of(job, held, text.entries, scalars)
+    lives = Lives.of(job.models, job.optimizer)
+    text, _ = described((*lives.held.tensors, *lives.state), lives.held.ties, job.names)
+    return record_of(job, lives, text.entries)
 
 
 def told(*jobs: Job, mesh: Mesh | None = None) -> Companions:

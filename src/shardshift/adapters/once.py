@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 Records: TypeAlias = Mapping[int, Mapping[str, Any]]
 """Per rank what it said."""
+
+
+def digest_of(content: bytes) -> str:
+    """What stands for a content that several ranks may have."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def speaks(rank: int, told: Records, name: str) -> bool:

@@ -13,10 +13,9 @@ Rejected: receiving into the targets themselves, which saves a copy and leaves t
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ..engine.readiness import Verify
 from ..engine.ties import same
 from ..plan.summary import STAGING_BYTES
 from ..values import Kind, Layout, Mismatch, Region, Shard, Tensor, Topology, Unaccounted
-from .once import Records, speaks, spoken
+from .once import Records, digest_of, speaks, spoken
 
 
 def transfer(
@@ -94,11 +93,11 @@ def transfer(
                     _check(shard, tensor)
             _check_targets(targets, kept)
             listed.update(sources=_body(kept), targets=_body(targets))
-            return {name: hashlib.sha256(body.encode()).hexdigest()[:16] for name, body in listed.items()}
+            return {name: digest_of(body.encode()) for name, body in listed.items()}
 
-        told = mover.exchange(_said(first))
+        told = mover.exchange(first)
         own = {f"{name}_body": body for name, body in listed.items() if speaks(mover.device, told, name)}
-        bodies = mover.exchange(own)
+        bodies = mover.exchange(lambda: own)
         prev, curr = (_layout(told, bodies, name) for name in listed)
         if missing := sorted({*map(str, prev.tensors)} - {*map(str, curr.tensors)}):
             raise Unaccounted(
@@ -110,7 +109,7 @@ def transfer(
         arrived = mover.move(prev, curr, state, policy="keep", verify=verify, compare_copies=compare_copies)
         names = names_of(curr.shards(mover.device))
         found = {shard: arrived[name] for name, shard in names.items()}
-        mover.exchange(_said(lambda: _check_tied(targets, found)))
+        mover.exchange(lambda: _check_tied(targets, found))
         with torch.no_grad():
             for shard, tensor in found.items():
                 targets[shard].copy_(tensor)
@@ -119,13 +118,6 @@ def transfer(
 
 def _dropped(tensor: Tensor, drop: Collection[str]) -> bool:
     return str(tensor.kind) in drop or str(tensor) in drop
-
-
-def _said(say: Callable[[], dict[str, Any]]) -> dict[str, Any] | Exception:
-    try:
-        return say()
-    except Exception as error:  # the others wait for this record
-        return error
 
 
 def _check(shard: Shard, tensor: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ without the lost devices, ``resume`` brings the state into a layout again, forwa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
@@ -157,21 +157,24 @@ class Mover:
         # The last survivor hears of the loss when the move times out on it; the first may have come here at once.
         self._line = self._open(survivors, self._timeout_s + _LATE_S)
 
-    def exchange(self, record: Mapping[str, Any] | Exception) -> dict[int, dict[str, Any]]:
+    def exchange(self, say: Callable[[], Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
         """Give a record and hear those of all devices, who call this as often as each other, between moves.
 
         Args:
-            record: plain JSON values; or what is wrong on this device.
+            say: gives this device's record, of plain JSON values; what it raises all devices hear.
 
         Returns:
             Per device its record.
 
         Raises:
-            ShardshiftError: on every device alike, if one gave an error: that of the lowest that did.
+            ShardshiftError: on every device alike, if ``say`` raised on one: that of the lowest where it did.
             PeerLost: if a device is gone.
         """
         attempt = self._attempt("auto", may_release=False, verify=False, compare_copies=False)
-        answer = refusal(record) if isinstance(record, Exception) else to_record(**record)
+        try:
+            answer = to_record(**say())
+        except Exception as error:  # the others wait for this record
+            answer = refusal(error)
         with self._line.watch.peers():
             return attempt.ask("record", answer)
 

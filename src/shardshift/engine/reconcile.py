@@ -69,13 +69,6 @@ def reconciled(
     copies: Copies | None = None
     ties: dict[str, tuple[str, ...]] = {}
 
-    def said(tell: Callable[[], Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-        try:
-            record: Mapping[str, Any] | Exception = tell()
-        except Exception as error:  # the others wait for this record
-            record = error
-        return mover.exchange(record)
-
     def digests() -> Mapping[str, Any]:
         nonlocal copies
         placed = layout()
@@ -85,12 +78,12 @@ def reconciled(
         copies = Copies(placed, device, lost)
         return copies.digests(live)
 
-    suspects = differing(said(digests))
+    suspects = differing(mover.exchange(digests))
     assert copies is not None  # an error of one's own has been raised
     if not suspects:
         return state
     details = copies.details(live, suspects)
-    holders = holders_of(mover.exchange(details))
+    holders = holders_of(mover.exchange(lambda: details))
     placed = layout()
     shards = {str(each): each for other in placed.devices for each in placed.shards_on(other) if str(each) in holders}
     before, after = layouts(holders, shards, mover.devices, way)

@@ -17,25 +17,26 @@ from ..account import Audit, judged
 from ..claims import Claims, Fate, Places, nbytes
 from ..reach import Found, reach
 from .job import Job
-from .live import gradients_of, held_by, optimizers_in, settle, state_of, unwrapped
+from .live import Lives
 
 _TORCHS: Final = "torch.distributed."
 _HOOKS: Final = "hooks"
 """Root of what communication hooks keep, those of torch.distributed included: nothing carries it, so it is refused."""
 
 
-def audit(job: Job) -> Audit:
+def audit(job: Job, lives: Lives | None = None) -> Audit:
     """Account for every tensor that a live job reaches. Local; FSDP2 modules come to rest (``settle``).
+
+    Args:
+        job: the job.
+        lives: what it moves, if that is known already.
 
     Raises:
         Mismatch: if a tensor has no rule, or no data.
         Unaccounted: naming state of the optimizer that has no rule.
     """
-    models = [unwrapped(model) for model in job.models]
-    settle(models)
-    held = held_by(models)
-    state, scalars = state_of(optimizers_in(job.optimizer), held)
-    carried = {str(each): each.local for each in (*held.tensors, *state, *gradients_of(held))}
+    lives = lives or Lives.of(job.models, job.optimizer)
+    carried = {str(each): each.local for each in lives.tensors}
     if without := [label for label, tensor in carried.items() if tensor.is_meta]:
         raise Mismatch(
             f"{', '.join(without[:8])} of this job is on the meta device, so it has no data to move; nothing was "
@@ -45,8 +46,8 @@ def audit(job: Job) -> Audit:
     claims = Claims(places)
     for label, tensor in carried.items():
         claims.add(tensor, Fate.CARRIED, label)
-    valued = {id(value) for of_name in scalars.values() for value in of_name.values()}
-    roots: dict[str, object] = {f"model[{index}]": model for index, model in enumerate(models)}
+    valued = {id(value) for of_name in lives.scalars.values() for value in of_name.values()}
+    roots: dict[str, object] = {f"model[{index}]": model for index, model in enumerate(lives.models)}
     # What communication hooks keep (PowerSGD's errors) is no part of any module.
     roots |= {
         f"{_HOOKS}[{index}]": [state for _, state in getattr(model, "_comm_hooks", ())]

@@ -14,7 +14,7 @@ from .. import hooks
 from ..reach import reach
 from .audit import is_torchs_own
 from .companions import Companions
-from .job import Job, PerRank
+from .job import Job, inside
 from .live import Held, clean, optimizers_in
 
 Build = Callable[[DeviceMesh], Any]
@@ -156,9 +156,9 @@ def take_extras(job: Job, old: Job | None, companions: Companions) -> list[Calla
         )
     later: list[Callable[[], None]] = []
     for name in companions.extras:
-        if name in job.extras and not (old and _inner(job.extras[name]) is _inner(old.extras.get(name))):
+        if name in job.extras and not (old and inside(job.extras[name]) is inside(old.extras.get(name))):
             extra = job.extras[name]
-            _inner(extra).load_state_dict(companions.extra(name, extra, job.mesh, job.rank))
+            inside(extra).load_state_dict(companions.extra(name, extra, job.mesh, job.rank))
             continue
         if old is None or name not in old.extras:
             raise Infeasible(
@@ -166,7 +166,7 @@ def take_extras(job: Job, old: Job | None, companions: Companions) -> list[Calla
                 f"moved. What to do: return it from build: model, optimizer, {{{name!r}: ...}}"
             )
         kept = job.extras.get(name, old.extras[name])  # the same object, maybe with another merge
-        inner = _inner(kept)
+        inner = inside(kept)
         state = companions.extra(name, kept, job.mesh, job.rank)
         job.extras[name] = kept
 
@@ -176,10 +176,6 @@ def take_extras(job: Job, old: Job | None, companions: Companions) -> list[Calla
 
         later.append(turn)
     return later
-
-
-def _inner(extra: Any) -> Any:
-    return extra.extra if isinstance(extra, PerRank) else extra
 
 
 def _turned(scheduler: Any, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:

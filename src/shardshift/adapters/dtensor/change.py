@@ -73,13 +73,6 @@ class Change:
         self._kept = False
         self._casts: dict[str, tuple[str, str]] = {}
 
-    def _exchange(self, say: Callable[[], Mapping[str, Any]]) -> Records:
-        try:
-            record: Mapping[str, Any] | Exception = say()
-        except Exception as error:  # the others wait for this record
-            record = error
-        return self._mover.exchange(record)
-
     def tell(self) -> None:
         """Say what the old job is like, and hear it of all."""
 
@@ -90,7 +83,7 @@ class Change:
             self._old = Old.of(self._job)
             return record | self._old.record(self._job)
 
-        self._records = self._exchange(say)
+        self._records = self._mover.exchange(say)
         check_target(self._records, self._to)
         self._align(self._records)
 
@@ -111,7 +104,7 @@ class Change:
                 self._new = None if device_mesh is None else New(self._build, device_mesh, self._to, self._job)
             return record if self._new is None else record | self._new.record
 
-        made = self._exchange(first)
+        made = self._mover.exchange(first)
         self._told = Told.of(self._records, made)
 
         def second() -> Mapping[str, Any]:
@@ -123,7 +116,7 @@ class Change:
             record: dict[str, Any] = {"lacks": self._told.companions.unknown_modules(new.models)}
             return record | ({"new_body": new.text.body} if speaks(self._mover.device, made, "new") else {})
 
-        bodies = self._exchange(second)
+        bodies = self._mover.exchange(second)
         texts = spoken(made, bodies, "new", Text.of_body)
         check_modules([record["lacks"] for record in bodies.values() if "lacks" in record])
         check_ties(self._told.texts.values(), texts.values())
@@ -148,7 +141,7 @@ class Change:
         if placed.devices == self._to.ranks:
             return
         self._to, self._new = Mesh(dict(self._to.axes), placed.devices), None
-        self._align(self._exchange(self._counted))
+        self._align(self._mover.exchange(self._counted))
         self.make()
 
     def finish(self, targets: Mapping[str, torch.Tensor]) -> Job | None:
@@ -174,7 +167,7 @@ class Change:
                 self._consume()
             return {}
 
-        self._exchange(install)
+        self._mover.exchange(install)
         return None if self._new is None else self._new.job
 
     def _installed(self, new: New, targets: Mapping[str, torch.Tensor]) -> None:

@@ -18,9 +18,9 @@ from ...values import Mesh, Mismatch, Unaccounted
 from .. import generators
 from ..groups import GroupRecord, Groups, describe
 from ..plain import digest_of_packed, dump, load, pack, unpack
-from .described import Entry
-from .job import Job, PerRank
-from .live import STEP, Held, Scalars, modules_of, optimizers_in
+from .described import Entry, parts_by_name
+from .job import Job, PerRank, inside
+from .live import STEP, Held, Lives, modules_of, optimizers_in
 from .spread import Spread
 
 _STREAM: Final = "stream:"
@@ -28,16 +28,19 @@ _EXTRA: Final = "extra:"
 _NAMES: Final = "param_names"
 
 
-def record_of(
-    job: Job, held: Held, entries: Iterable[Entry], scalars: Scalars, plain: Iterable[tuple[str, str]] = ()
-) -> bytes:
-    """This rank's record; ``plain`` are kind and name of state that is plain beside a parameter that is a DTensor.
+def record_of(job: Job, lives: Lives, entries: Iterable[Entry]) -> bytes:
+    """This rank's record.
+
+    Args:
+        job: its job.
+        lives: what that moves.
+        entries: the same as text.
 
     Raises:
         Unaccounted: naming a value that no record can carry.
     """
     where = f"rank {job.rank}"
-    logical = _logical(entries)
+    logical, held = parts_by_name(entries), lives.held
     named: dict[torch.Tensor, str] = {parameter: held.names[id(parameter)] for parameter in held.parameters.values()}
     groups = []
     for optimizer in optimizers_in(job.optimizer):
@@ -55,25 +58,20 @@ def record_of(
             "groups": groups,
             "scalars": {
                 one: {key: value for key, value in of_name.items() if key != STEP}
-                for name, of_name in scalars.items()
+                for name, of_name in lives.scalars.items()
                 for one in logical[name]
             },
-            "plain": [[kind, one] for kind, name in plain for one in logical[name]],
+            "plain": [[str(each.kind), one] for each in lives.state if each.plain for one in logical[each.name]],
             "frozen": [
                 one for name, each in held.parameters.items() if not each.requires_grad for one in logical[name]
             ],
             "evaluating": evaluating(job.models),
             "modules": _extra_states(job.models),
             **{f"{_STREAM}{name}": state for name, state in streams.items()},
-            **{f"{_EXTRA}{name}": _inner(extra).state_dict() for name, extra in job.extras.items()},
+            **{f"{_EXTRA}{name}": inside(extra).state_dict() for name, extra in job.extras.items()},
         },
         where,
     )
-
-
-def _logical(entries: Iterable[Entry]) -> dict[str, list[str]]:
-    """Per live parameter its logical names."""
-    return {entry.name: [part.name for part in entry.parts] for entry in entries if entry.kind == "param"}
 
 
 def _steppers(optimizer: Any, held: Held, logical: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
@@ -83,10 +81,6 @@ def _steppers(optimizer: Any, held: Held, logical: Mapping[str, Sequence[str]]) 
         names = [held.names[id(p)] for group in each.param_groups for p in group["params"] if id(p) in held.names]
         found.setdefault(type(each).__name__, []).extend(one for name in names for one in logical[name])
     return found
-
-
-def _inner(extra: Any) -> Any:
-    return extra.extra if isinstance(extra, PerRank) else extra
 
 
 def evaluating(models: Iterable[torch.nn.Module]) -> list[str]:
@@ -129,7 +123,6 @@ class Companions:
     """
 
     def __init__(self, mesh: Mesh, records: Mapping[int, bytes]) -> None:
-        self._mesh = mesh
         # Ranks that say the same gave the very same bytes: read once.
         read = {content: load(content) for content in records.values()}
         of_rank = {rank: read[content] for rank, content in sorted(records.items())}
@@ -228,7 +221,7 @@ class Companions:
         Raises:
             Mismatch: if a group joins parameters of different settings.
         """
-        logical = _logical(entries)
+        logical = parts_by_name(entries)
         for each in optimizers_in(optimizer):
             for group in each.param_groups:
                 strangers = [parameter for parameter in group["params"] if id(parameter) not in held.names]

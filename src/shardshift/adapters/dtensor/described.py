@@ -11,7 +11,6 @@ Rejected: each rank lists its boxes (a thousand ranks times a thousand tensors).
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...values import Kind, Layout, Mismatch, Region, Shard, Tensor, Unaccounted
 from ...values.rows import Rows, columns
+from ..once import digest_of
 from .cuts import Cut, boxes
 from .live import Live
 from .parts import Filled, Names, matches, parts_of
@@ -106,7 +106,7 @@ class Text:
     @cached_property
     def digest(self) -> str:
         """Of what travels."""
-        return hashlib.sha256(self.body.encode()).hexdigest()[:16]
+        return digest_of(self.body.encode())
 
 
 def described(tensors: Iterable[Live], ties: tuple[tuple[str, ...], ...], names: Names | None) -> tuple[Text, Standing]:
@@ -307,6 +307,11 @@ def _of_rows(
 def _shares(entry: Entry, own: Sequence[Filled], standing: Standing) -> Iterator[Region]:
     for _, whole, _ in _logical(replace(entry, parts=tuple(own)), standing):
         yield whole
+
+
+def parts_by_name(entries: Iterable[Entry]) -> dict[str, tuple[str, ...]]:
+    """Per live parameter its logical names."""
+    return {entry.name: tuple(part.name for part in entry.parts) for entry in entries if entry.kind is Kind.PARAM}
 
 
 def with_state(text: Text, state: Mapping[str, Mapping[Kind, Tensor]]) -> Text:

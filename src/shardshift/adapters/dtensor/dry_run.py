@@ -77,10 +77,10 @@ def dry_run(
             old = Old.of(job)
             return old.record(job)
 
-        told = mover.exchange(_said(first))
+        told = mover.exchange(first)
         assert old is not None  # an error of one's own has been raised
         bodies = old.bodies(job.rank, told)
-        before = Told.of(told, mover.exchange(bodies))
+        before = Told.of(told, mover.exchange(lambda: bodies))
     kind = job.device_mesh.device_type if job.device_mesh is not None else "cpu"
     texts, ranks, lacking = _imagined(build, to, kind, job, before)
     check_modules(lacking)
@@ -102,17 +102,9 @@ def dry_run(
         plan.referred_bytes,
         _traffic(plan),
         _peaks(plan, staging_bytes),
-        job.audit(),
+        old.audit,
         plan.digest,
     )
-
-
-def _said(say: Any) -> Mapping[str, Any] | Exception:
-    try:
-        record: Mapping[str, Any] = say()
-    except Exception as error:  # the others wait for this record
-        return error
-    return record
 
 
 def _imagined(

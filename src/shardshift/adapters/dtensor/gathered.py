@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -11,12 +10,14 @@ from typing import Any, Final
 import torch
 
 from ...values import Kind, Layout, Mesh, Mismatch, Shard, Tensor, Unaccounted
-from ..once import Records, speaks, spoken
+from ..account import Audit
+from ..once import Records, digest_of, speaks, spoken
+from .audit import audit
 from .companions import Companions, record_of
 from .described import Piece, Standing, Text, described, layout_of, pieces, with_state
 from .installing import at
 from .job import Job
-from .live import gradients_of, held_by, optimizers_in, settle, state_of, unwrapped
+from .live import Lives
 
 _NO_STATE: Final = (Kind.PARAM, Kind.BUFFER)
 
@@ -30,12 +31,14 @@ class Old:
         standing: where it stands in its meshes.
         views: its tensors by shard.
         companions: its record.
+        audit: of its job.
     """
 
     text: Text
     standing: Standing
     views: Mapping[Shard, torch.Tensor]
     companions: bytes
+    audit: Audit
 
     @classmethod
     def of(cls, job: Job, *, view: Callable[[torch.Tensor, Piece], torch.Tensor] | None = None) -> Old:
@@ -49,21 +52,17 @@ class Old:
             Mismatch, Unaccounted: naming what has no rule.
         """
         view = view or copied
-        models = [unwrapped(model) for model in job.models]
-        settle(models)
-        job.audit().check()
-        held = held_by(models)
-        state, scalars = state_of(optimizers_in(job.optimizer), held)
-        tensors = (*held.tensors, *state, *gradients_of(held))
-        text, standing = described(tensors, held.ties, job.names)
+        lives = Lives.of(job.models, job.optimizer)
+        account = audit(job, lives)
+        account.check()
+        text, standing = described(lives.tensors, lives.held.ties, job.names)
         views = {
             piece.shard: view(each.local.detach(), piece)
-            for entry, each in zip(text.entries, tensors, strict=True)
+            for entry, each in zip(text.entries, lives.tensors, strict=True)
             for piece in pieces(entry, standing)
         }
-        plain = [(str(each.kind), each.name) for each in state if each.plain]
-        companions = record_of(job, held, text.entries, scalars, plain) if view is copied else b""
-        return cls(text, standing, views, companions)
+        companions = record_of(job, lives, text.entries) if view is copied else b""
+        return cls(text, standing, views, companions, account)
 
     def record(self, job: Job) -> dict[str, Any]:
         """What it tells first."""
@@ -72,7 +71,7 @@ class Old:
             "generation": job.generation,
             "text": self.text.digest,
             "standing": self.standing,
-            "companions": hashlib.sha256(self.companions).hexdigest()[:16],
+            "companions": digest_of(self.companions),
         }
 
     def bodies(self, rank: int, told: Records) -> dict[str, str]:

@@ -64,7 +64,6 @@ def install(
         parts: per live parameter its logical names.
         companions: of the old job.
     """
-    shapes = {each.name: each for each in held.tensors}
     for (kind, name), local in locals_of.items():
         if kind is Kind.PARAM:
             parameter = held.parameters[name]
@@ -81,13 +80,11 @@ def install(
                     buffer.data = local
                 else:
                     module._buffers[key] = _like(buffer, local)
-    for parameter in held.parameters.values():
-        parameter.grad = None  # what build may have left
     _renew_fsdp(job.models)
     _install_state(job, held, locals_of, parts, companions)
-    for name in shapes:
-        if (grad := locals_of.get((Kind.GRAD, name))) is not None:
-            held.parameters[name].grad = _like(held.parameters[name], grad)
+    for name, parameter in held.parameters.items():
+        grad = locals_of.get((Kind.GRAD, name))  # without one, what build may have left goes
+        parameter.grad = None if grad is None else _like(parameter, grad)
     companions.set_modules(job.models)
 
 
@@ -166,8 +163,3 @@ def _like(tensor: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
         meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def parts_by_name(entries: Iterable[Entry]) -> dict[str, tuple[str, ...]]:
-    """Per live parameter its logical names."""
-    return {entry.name: tuple(part.name for part in entry.parts) for entry in entries if entry.kind is Kind.PARAM}

@@ -49,6 +49,11 @@ class PerRank:
     axes: tuple[str, ...] | None = None
 
 
+def inside(extra: Any) -> Any:
+    """The object that an extra is, given by itself or as ``PerRank``."""
+    return extra.extra if isinstance(extra, PerRank) else extra
+
+
 class Job:
     """One rank's model, optimizer and whatever else goes on: what a training loop works with.
 
@@ -87,7 +92,7 @@ class Job:
     ) -> None:
         self._parts: tuple[Models, Any, dict[str, Any]] | None = (model, optimizer, dict(extras or {}))
         for name, extra in self._parts[2].items():
-            inner = extra.extra if isinstance(extra, PerRank) else extra
+            inner = inside(extra)
             if not isinstance(inner, Stateful):
                 raise Mismatch(
                     f"extra {name!r} is a {type(inner).__name__}, which has no state_dict and load_state_dict; "

@@ -345,3 +345,40 @@ def gradients_of(held: Held) -> list[Live]:
         for name, parameter in held.parameters.items()
         if parameter.grad is not None
     ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lives:
+    """All that a job moves or carries of its modules and optimizers.
+
+    Attributes:
+        models: its modules, without wrappers; at rest.
+        held: what they hold.
+        state: of the optimizers, with a region.
+        scalars: what goes along by value.
+        gradients: those that are there.
+    """
+
+    models: tuple[torch.nn.Module, ...]
+    held: Held
+    state: tuple[Live, ...]
+    scalars: Scalars
+    gradients: tuple[Live, ...]
+
+    @classmethod
+    def of(cls, models: Iterable[torch.nn.Module], optimizer: Any) -> Lives:
+        """From live objects; FSDP2 modules come to rest.
+
+        Raises:
+            Mismatch, Unaccounted: naming what has no rule.
+        """
+        inner = tuple(unwrapped(model) for model in models)
+        settle(inner)
+        held = held_by(inner)
+        state, scalars = state_of(optimizers_in(optimizer), held)
+        return cls(inner, held, tuple(state), scalars, tuple(gradients_of(held)))
+
+    @property
+    def tensors(self) -> tuple[Live, ...]:
+        """Parameters, buffers, state, gradients."""
+        return (*self.held.tensors, *self.state, *self.gradients)

@@ -67,7 +67,7 @@ def migrate(
         compare_copies: refuse copies that differ (plain buffers of FSDP2 ranks may), which reads every byte that
             several ranks hold. Otherwise a rank whose part stays keeps its own, and others get any.
         differing: what becomes of copies that differ instead: ``"first"``: all get the lowest rank's; ``"mean"``.
-        device_type: of torch's mesh; None for that of the default process group's backend.
+        device_type: of torch's mesh; None for where the job's parameters are.
         topology: which ranks share a node, and rates; None for one node.
         transport: see ``shardshift.transport.connect``.
         staging_bytes: the most that a rank stages at any time.

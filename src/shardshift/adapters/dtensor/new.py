@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...values import Kind, Mesh, Shard
 from .building import Build, built, check_frozen, check_stepped, refuse_data_of_its_own, take_extras
-from .described import Standing, Text, described
+from .described import Standing, Text, described, parts_by_name
 from .gathered import Told
-from .installing import assembled, check_swappable, install, parts_by_name
+from .installing import assembled, check_swappable, install
 from .job import Job
 from .live import Held, held_by, settle, unwrapped
 

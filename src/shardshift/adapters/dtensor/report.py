@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """One change, as this rank saw it; bytes are of the whole job, the same on all ranks.
+class Figures:
+    """A change in bytes, over the whole job: the same on all ranks.
 
     Attributes:
         prev: the mesh before.
@@ -24,9 +24,6 @@ class Report:
         least_moved_bytes: the least that any order of the new ranks allows.
         kept_bytes: of shards that are the same before and after on their rank, so that their storage stays. What a rank
             copies within itself is neither kept nor moved.
-        casts: per tensor (kind and name) whose dtype changed, from which to which.
-        seconds: of each part, on this rank: meet, build, agree, move, rebuild.
-        invalid: what of the old job cannot be used any more.
     """
 
     prev: Mesh
@@ -35,34 +32,34 @@ class Report:
     moved_bytes: int
     least_moved_bytes: int
     kept_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Figures):
+    """One change, as this rank saw it.
+
+    Attributes:
+        casts: per tensor (kind and name) whose dtype changed, from which to which.
+        seconds: of each part, on this rank: meet, tell, make, move, install.
+        invalid: what of the old job cannot be used any more.
+    """
+
     casts: Mapping[str, tuple[str, str]]
     seconds: Mapping[str, float]
     invalid: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class DryRun:
-    """What a change would come to; bytes are of the whole job.
+class DryRun(Figures):
+    """What a change would come to.
 
     Attributes:
-        prev: the mesh before.
-        curr: the mesh after.
-        state_bytes: the logical state, each tensor once.
-        moved_bytes: what would be sent between ranks.
-        least_moved_bytes: the least that any order of the new ranks allows.
-        kept_bytes: as in ``Report``.
         moved_bytes_of_rank: per rank what it would (send, receive).
         peak_bytes_of_rank: per rank the most state that it would hold at a time: old, new and staging.
         audit: of this rank's job.
         digest: of the plan.
     """
 
-    prev: Mesh
-    curr: Mesh
-    state_bytes: int
-    moved_bytes: int
-    least_moved_bytes: int
-    kept_bytes: int
     moved_bytes_of_rank: Mapping[int, tuple[int, int]]
     peak_bytes_of_rank: Mapping[int, int]
     audit: Audit
