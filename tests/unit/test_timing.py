@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardshift.plan.bound import lower_bound
-from shardshift.plan.timing import LEAST_PIECE_BYTES, Prediction, piece_bytes, predict
+from shardshift.plan.timing import LEAST_PIECE_BYTES, Prediction, piece_bytes, piece_bytes_of, predict
 from shardshift.values import Topology
 from shardshift.values.topology import Rates
 
@@ -162,6 +162,34 @@ def test_a_piece_fits_staging_and_is_neither_tiny_nor_too_large(most: int, hops:
     assert piece >= min(LEAST_PIECE_BYTES, most, staging)
     if piece > LEAST_PIECE_BYTES and hops > 1:
         assert most / piece >= (hops - 1) / 0.3
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 64 * MIB), st.integers(1, 9)), min_size=1, max_size=20),
+    st.integers(1, 64 * MIB),
+)
+def test_pieces_are_only_so_small_that_no_chain_takes_much_longer_to_fill(
+    cells: list[tuple[int, int]], staging: int
+) -> None:
+    transfers = [(cell, *end) for cell, (_, depth) in enumerate(cells) for end in enumerate(range(1, depth + 1))]
+    cell, receiver, hop = (np.array(column, np.int64) for column in zip(*transfers, strict=True))
+    piece = piece_bytes_of(np.array([size for size, _ in cells]), cell, receiver, hop, staging)
+    received = max(sum(size for size, depth in cells if depth > device) for device in range(9))
+    carried = {hops: sum(size for size, depth in cells if depth >= hops) for hops in range(2, 10)}
+    assert 1 <= piece <= staging
+    if piece > LEAST_PIECE_BYTES:
+        assert all((hops - 1) * min(piece, size) <= 0.3 * received for hops, size in carried.items())
+    if all((hops - 1) * size <= 0.25 * received for hops, size in carried.items()):
+        assert piece == min(received, staging)
+
+
+def test_chains_of_small_tensors_among_large_ones_do_not_make_pieces_small() -> None:
+    large = [(n, 0, n, 1) for n in range(4)]
+    norms = [(4, source, source + 1, source + 1) for source in range(4)]
+    cell, _, receiver, hop = (np.array(column, np.int64) for column in zip(*large, *norms, strict=True))
+    sizes = np.array([GIB] * 4 + [MIB])
+    assert piece_bytes_of(sizes, cell, receiver, hop, 16 * MIB) == 16 * MIB
+    assert piece_bytes_of(sizes, cell, receiver, hop, 16 * MIB, epochs=10_000) < MIB
 
 
 def test_who_does_not_forward_takes_what_staging_allows() -> None:

@@ -21,7 +21,7 @@ from .pairing import least_bytes, savings
 from .pairs import PairRun, pair_runs
 from .plan import Plan
 from .sources import wants
-from .timing import Prediction, piece_bytes, predict
+from .timing import Prediction, piece_bytes_of, predict
 
 STAGING_BYTES: Final = 64 * 2**20
 """What a device may stage, sends and receives together, unless told otherwise; a session's default too."""
@@ -170,9 +170,7 @@ def bound_of(plan: Plan, topology: Topology) -> LowerBound:
 def prediction_of(plan: Plan, topology: Topology, staging_bytes: int = STAGING_BYTES) -> Prediction:
     """The time of a plan, with pieces as large as its chains and the staging allow."""
     moves = plan.moves
-    received = np.zeros(topology.devices, np.int64)
-    np.add.at(received, moves.target, plan.cells.nbytes[moves.cell])
-    piece = piece_bytes(int(received.max(initial=0)), int(moves.hop.max(initial=0)), staging_bytes)
+    piece = piece_bytes_of(plan.cells.nbytes, moves.cell, moves.target, moves.hop, staging_bytes)
     return predict(topology, plan.cells.nbytes, moves.cell, moves.source, moves.target, moves.hop, piece_bytes=piece)
 
 

@@ -145,6 +145,33 @@ def _fill_s(cell_bytes: Ints, cell: Ints, hop: Ints, alone: Floats, piece_bytes:
     return float(((deepest - 1).clip(min=0) * piece_s + deepest * latency_s).max())
 
 
+def piece_bytes_of(
+    cell_bytes: Ints, cell: Ints, receiver: Ints, hop: Ints, staging_bytes: int, *, epochs: int = 1
+) -> int:
+    """``piece_bytes`` for a set of transfers, whose chains may be of several lengths.
+
+    Chains that carry so little that to fill them costs no more than ``MOST_FILL`` in pieces of any size have no say:
+    those of norms within a TP group, say, which go along with what else is sent.
+
+    Args:
+        cell_bytes: bytes of each cell, shape (cells,).
+        cell: the cell that each transfer carries, shape (transfers,).
+        receiver: who receives it, by any numbers from 0.
+        hop: 1 if the source held the cell before the move, more if it receives the cell itself.
+        staging_bytes: the most that a device may stage.
+        epochs: in how many parts they are carried out.
+    """
+    moved_bytes, deepest = cell_bytes[cell], np.zeros(len(cell_bytes), dtype=np.int64)
+    np.maximum.at(deepest, cell, hop)
+    most_bytes = int(np.bincount(receiver, moved_bytes).max(initial=0)) // epochs
+    piece = piece_bytes(most_bytes, 1, staging_bytes)
+    for hops in np.unique(deepest[deepest > 1]).tolist():
+        chained_bytes = np.bincount(receiver, moved_bytes * (deepest[cell] >= hops)).max(initial=0)
+        if chained_bytes * (hops - 1) > most_bytes * MOST_FILL:
+            piece = min(piece, piece_bytes(most_bytes, hops, staging_bytes))
+    return piece
+
+
 def piece_bytes(most_bytes: int, deepest_hop: int, staging_bytes: int) -> int:
     """Choose the size in which cells are passed on.
 

@@ -46,7 +46,7 @@ import numpy as np
 
 from ..plan import Plan
 from ..plan import Transfer as PlannedTransfer
-from ..plan.timing import piece_bytes
+from ..plan.timing import piece_bytes_of
 from ..values import Infeasible, Shard, Tensor
 from .cuts import cut_by_slots
 from .epochs import assign_epochs
@@ -278,13 +278,11 @@ def compile_program(
 
 def _round_bytes(plan: Plan, staging_bytes: int, epochs: int) -> int:
     """The length of a slot: a quarter of the staging, less where chains are long for what an epoch moves."""
-    most_bytes = max(staging_bytes // 4, 1)
-    moves = plan.moves
-    deepest = int(moves.hop.max(initial=1))
-    if deepest == 1:
+    most_bytes, moves = max(staging_bytes // 4, 1), plan.moves
+    if moves.hop.max(initial=1) == 1:
         return most_bytes
-    received_bytes = np.bincount(numbered(moves)[1], plan.cells.nbytes[moves.cell])
-    return piece_bytes(int(received_bytes.max()) // epochs, deepest, most_bytes)
+    receivers = numbered(moves)[1]
+    return piece_bytes_of(plan.cells.nbytes, moves.cell, receivers, moves.hop, most_bytes, epochs=epochs)
 
 
 @dataclass(slots=True)
