@@ -17,7 +17,7 @@ from typing import Final
 import pytest
 import torch
 
-from shardshift.transport import Message, Transport, TransportError, byte_view
+from shardshift.transport import Foresees, Message, Transport, TransportError, byte_view
 
 IDS: Final = (0, 1, 3)
 LONG_S: Final = 30.0
@@ -305,6 +305,35 @@ def parts_of_middling_runs_land_in_runs_of_others(end: End) -> None:
             assert bool((rows[:, :5] == 7).all())
 
 
+def what_was_foreseen_is_sent_as_it_is_when_it_is_posted(end: End) -> None:
+    """At one end, at both, at the other; small, in short runs, long ones, whole; written to in between."""
+
+    def foreseen(message: Message, *, arrives: bool) -> Message:
+        return end.transport.foresee(message, arrives=arrives) if isinstance(end.transport, Foresees) else message
+
+    for at in ((0,), (0, 1), (1,)):
+        for width, rows, gap in ((3, 4, 0), (3, 4, 1), (300, 9000, 1), (20_000, 150, 8), (1 << 20, 3, 0)):
+            wanted = pattern(width + len(at), width * rows).view(rows, width)
+            held = torch.zeros(rows, width + gap, dtype=torch.uint8)
+            if end.device == IDS[0]:
+                messages = [Message(IDS[1], (held[:, :width],)) for _ in range(2)]
+                if 0 in at:
+                    messages = [foreseen(message, arrives=False) for message in messages]
+                held[:, :width] = wanted
+                end.exchange(messages[:1], [])
+                held += 1
+                end.exchange(messages[1:], [])
+            elif end.device == IDS[1]:
+                into = [torch.zeros(width + gap, rows, dtype=torch.uint8).t()[:, :width] for _ in range(2)]
+                messages = [Message(IDS[0], (view,)) for view in into]
+                if 1 in at:
+                    messages = [foreseen(message, arrives=True) for message in messages]
+                end.exchange([], messages[:1])
+                end.exchange([], messages[1:])
+                assert torch.equal(into[0], wanted), (at, width)
+                assert torch.equal(into[1], wanted + 1), (at, width)
+
+
 def thousands_of_small_parts_make_up_one_message(end: End) -> None:
     sizes = [4096 if index % 7 else 12 for index in range(4096)]
     mine = {index: pattern(index, size) for index, size in enumerate(sizes)}
@@ -409,6 +438,7 @@ VIEWS: Final[dict[str, Callable[[End], None]]] = {
         parts_of_any_cut_make_up_one_message,
         messages_that_nobody_takes_yet_do_not_hold_up_another,
         parts_of_middling_runs_land_in_runs_of_others,
+        what_was_foreseen_is_sent_as_it_is_when_it_is_posted,
         thousands_of_small_parts_make_up_one_message,
         parameters_and_scalars_are_parts_like_others,
     )

@@ -21,7 +21,7 @@ def what_the_peer_reads(offer: Offer) -> bytes:
     table = prepared(offer, bounce)
     if table is None:
         assert isinstance(offer, Say)
-        return offer.payload.numpy().tobytes()
+        return offer.payload().numpy().tobytes()
     return b"".join(ctypes.string_at(address, nbytes) for address, nbytes in table.tolist())
 
 
@@ -58,14 +58,14 @@ def test_the_offers_of_a_message_hold_its_bytes_in_order(shapes: list[tuple[int,
 
 def test_runs_and_packed_blocks_share_an_offer_until_the_bounce_buffer_is_full() -> None:
     strided, whole = rows_of(100, 1000, 1), rows_of(100, 1000, 0)
-    offers = list(offers_of(Message(1, (strided, whole) * 12), 24 * strided.nbytes))
+    offers = list(offers_of(Message(1, (strided, whole) * 24), 48 * strided.nbytes))
     assert [way_of(offer) for offer in offers] == ["partly packed"] * 3
     assert [sum(view.nbytes for _, view in offer.packs) for offer in offers if isinstance(offer, Read)] == [
-        500_000,
-        500_000,
-        200_000,
+        1_000_000,
+        1_000_000,
+        400_000,
     ]
-    assert b"".join(map(what_the_peer_reads, offers)) == pack((strided, whole)).numpy().tobytes() * 12
+    assert b"".join(map(what_the_peer_reads, offers)) == pack((strided, whole)).numpy().tobytes() * 24
 
 
 def test_blocks_of_other_element_sizes_lie_aligned_in_the_bounce_buffer() -> None:

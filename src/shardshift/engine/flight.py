@@ -8,6 +8,7 @@ gives back, that can be before the devices agree to move.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,13 +16,17 @@ from typing import Final
 import torch
 
 from ..schedule import Forward, Round
-from ..transport import Pending, Transport
+from ..transport import Foresees, Pending, Transport
 from ..values import Region, Shard
 from .journal import Live
 from .pieces import MESSAGE_BYTES, WHOLE_BYTES, Bound, Copies, parcels_of
-from .staging import Arena
+from .staging import MOST_IN_FLIGHT, Arena
 
 _LEAST_WAIT_S: Final = 0.001
+
+_FORESEEN_ROUNDS: Final = MOST_IN_FLIGHT
+"""Rounds of an epoch whose messages the transport works out beforehand: those that may be in flight together, whose
+tables there would be at one time in any case. It has the time for later ones while these are on the wire."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +69,8 @@ class Flight:
         copies: its local copies.
         arriving: messages to receive.
         leaving: messages to send.
-        forwards: what it sends that came from elsewhere.
+        forwards: per peer the number of the latest round that receives what this one sends on; only rounds that may
+            be in flight with it count.
         after: the number of the round that has to be complete before this one is posted, as it lies where that lay; -1
             if there is none.
         links: per peer the bytes that go there, and that come from there.
@@ -76,7 +82,7 @@ class Flight:
     copies: Copies
     arriving: list[Leg]
     leaving: list[Leg]
-    forwards: list[Forward]
+    forwards: dict[int, int]
     after: int = -1
     links: dict[int, list[int]] = field(default_factory=dict)
     began_s: float = 0.0
@@ -85,15 +91,8 @@ class Flight:
         """The peers to whom something goes that rounds in flight receive."""
         if not self.forwards:
             return set()
-        fresh: dict[Shard, list[Region]] = {}
-        for flight in earlier:
-            for recv in flight.step.recvs:
-                fresh.setdefault(recv.target, []).append(recv.piece.region)
-        return {
-            forward.peer
-            for forward in self.forwards
-            if any(region.intersect(forward.piece.region) for region in fresh.get(forward.source, ()))
-        }
+        numbers = {flight.number for flight in earlier}
+        return {peer for peer, number in self.forwards.items() if number in numbers}
 
 
 def bind(
@@ -121,16 +120,45 @@ def bind(
         for step in rounds
     ]
     after = _stage(first, bound, live.devices, transport, arena)
-    flights = []
+    flights: list[Flight] = []
+    recent: deque[tuple[int, Round]] = deque(maxlen=MOST_IN_FLIGHT)
     for number, (step, (arriving, leaving)) in enumerate(zip(rounds, bound, strict=True), first):
-        forwards = [send for send in step.sends if isinstance(send, Forward)]
-        come, go = list(_legs(arriving, alone=verify)), list(_legs(leaving, alone=verify or bool(forwards)))
+        forwards = _forwards(step, recent)
+        recent.append((number, step))
+        come, go = list(_legs(arriving, alone=verify)), list(_legs(leaving, alone=verify or _sends_on(step)))
         flight = Flight(number, step, Copies.of(step.copies, live), come, go, forwards, after.get(number, -1))
         for place, bounds in ((0, leaving), (1, arriving)):
             for one in bounds:
                 flight.links.setdefault(one.parcel.peer, [0, 0])[place] += one.parcel.nbytes
         flights.append(flight)
+    if isinstance(transport, Foresees):
+        for both in bound[:_FORESEEN_ROUNDS]:
+            for one in (one for one_way in both for one in one_way):
+                one.foresee(transport)
     return flights
+
+
+def _forwards(step: Round, recent: Iterable[tuple[int, Round]]) -> dict[int, int]:
+    """See ``Flight.forwards``; ``recent`` are rounds before this one, with their numbers."""
+    forwards = [send for send in step.sends if isinstance(send, Forward)]
+    if not forwards:
+        return {}
+    sources = {forward.source for forward in forwards}
+    fresh: dict[Shard, list[tuple[int, Region]]] = {}
+    for number, earlier in recent:
+        for recv in earlier.recvs:
+            if recv.target in sources:
+                fresh.setdefault(recv.target, []).append((number, recv.piece.region))
+    found: dict[int, int] = {}
+    for forward in forwards:
+        for number, region in fresh.get(forward.source, ()):
+            if number > found.get(forward.peer, -1) and region.intersect(forward.piece.region):
+                found[forward.peer] = number
+    return found
+
+
+def _sends_on(step: Round) -> bool:
+    return any(isinstance(send, Forward) for send in step.sends)
 
 
 def _stage(

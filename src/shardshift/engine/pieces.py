@@ -27,7 +27,7 @@ import torch
 
 from ..schedule import DIRECT_BYTES, Copy, Forward, Recv, Send
 from ..schedule.staging import is_contiguous
-from ..transport import Message, byte_view
+from ..transport import Foresees, Message, byte_view
 from ..values import Region
 from .checksum import checksum, checksums, is_plain
 from .journal import Live
@@ -265,7 +265,7 @@ class Bound:
         first = self.views[0][0]
         self.is_direct = len(self.views) == len(self.views[0]) == 1 and is_plain(first)
         self._payload = byte_view(first) if self.is_direct else None
-        self._flat = None if self._payload is None else Message.flat(parcel.peer, self._payload)
+        self._message = None if self._payload is None else Message.flat(parcel.peer, self._payload)
 
     @property
     def device(self) -> torch.device:
@@ -280,7 +280,7 @@ class Bound:
             payload: 1-dim uint8.
             mixed: whether the parts may lie on several torch devices.
         """
-        self._payload, self._flat, self.is_staged = payload, Message.flat(self.parcel.peer, payload), True
+        self._payload, self._message, self.is_staged = payload, Message.flat(self.parcel.peer, payload), True
         stop = 0
         for run, views in zip(self.parcel.runs, self.views, strict=True):
             start, stop = stop, stop + run.nbytes
@@ -296,9 +296,17 @@ class Bound:
 
         Of tensors that torch conjugates lazily a written out copy is sent, and one is received that ``unpack`` reads.
         """
-        if self._flat is not None:
-            return self._flat
+        if self._message is not None:
+            return self._message
         return Message(self.parcel.peer, tuple([self._plain(view) for run in self.views for view in run]))
+
+    def foresee(self, transport: Foresees) -> None:
+        """Let the transport work the message out now, unless it is one that is written out when it is posted."""
+        parts = [view for run in self.views for view in run]
+        if self._message is None and any(view.is_conj() or view.is_neg() for view in parts):
+            return
+        message = self._message or Message(self.parcel.peer, tuple(parts))
+        self._message = transport.foresee(message, arrives=self._arrives)
 
     def pack(self) -> None:
         """Write the parts into the payload, if they have one that is not their own memory."""

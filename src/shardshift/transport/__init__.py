@@ -8,12 +8,13 @@ from .connect import KINDS, connect
 from .memory import MemoryHub, MemoryTransport
 from .nccl import NcclTransport
 from .process_group import ProcessGroupTransport
-from .protocol import Message, Pending, Transport, TransportError
+from .protocol import Foresees, Message, Pending, Transport, TransportError
 from .same_host import SameHostTransport
 from .views import byte_view, pack, spread
 
 __all__ = [
     "KINDS",
+    "Foresees",
     "MemoryHub",
     "MemoryTransport",
     "Message",

@@ -33,8 +33,8 @@ INLINE_BYTES: Final = 1 << 16
 _INLINE_PARTS: Final = 64
 _OFFER_BYTES: Final = 16 << 20
 _SHORTEST_READ_BYTES: Final = 8192
-_BOUNCE_BYTES: Final = 1 << 19
-_BOUNCES: Final = 8
+_BOUNCE_BYTES: Final = 1 << 20
+_BOUNCES: Final = 4
 _ALIGN_BYTES: Final = 64
 
 
@@ -55,7 +55,14 @@ class Read:
 class Say:
     """The bytes of a small message."""
 
-    payload: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+
+    def payload(self) -> torch.Tensor:
+        """The bytes as they are now: 1-dim uint8.
+
+        A copy: a storage that numpy has seen cannot be resized any more, which is how memory is given back.
+        """
+        return pack(self.parts).clone()
 
 
 Offer: TypeAlias = Read | Say
@@ -88,10 +95,9 @@ class Bounces:
 
 
 def offers_of(message: Message, nbytes: int) -> Iterator[Offer]:
-    """All offers of a message of so many bytes, in their order."""
+    """All offers of a message of so many bytes, in their order; made without a look at what its parts hold."""
     if nbytes <= INLINE_BYTES and (len(message.parts) <= _INLINE_PARTS or not nbytes):
-        # A copy: a storage that numpy has seen cannot be resized any more, which is how memory is given back.
-        yield Say(pack(message.parts).clone())
+        yield Say(message.parts)
         return
     table = _Draft()
     for found in segments(message.parts, shortest_bytes=_SHORTEST_READ_BYTES, block_bytes=_BOUNCE_BYTES):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -90,3 +90,18 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give back sockets and threads. Nothing may be posted afterwards."""
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A transport that can do a part of its work on a message before the devices agree to move."""
+
+    def foresee(self, message: Message, *, arrives: bool) -> Message:
+        """What to post in place of a message, once.
+
+        Only where its parts lie is looked at, never what they hold: what is sent may be written until it is posted.
+
+        Args:
+            message: to be posted later.
+            arrives: whether it will be received.
+        """

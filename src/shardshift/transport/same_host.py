@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,16 @@ from .offers import Bounces
 from .probe import Link, MemoryReader, connect_links, why_not
 from .process_group import device_ids
 from .protocol import Message, Pending, Transport, TransportError
-from .wires import Ticket, Wire
+from .wires import Arrival, Departure, Ticket, Wire
 
 _JOIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Foreseen(Message):
+    """A message to or from a direct peer, worked out."""
+
+    work: Departure | Arrival
 
 
 class SameHostTransport:
@@ -88,6 +96,13 @@ class SameHostTransport:
         """Yes for a direct peer, of tensors in host memory; else what ``inner`` says."""
         return peer in self._peers or self._inner.takes_views(peer)
 
+    def foresee(self, message: Message, *, arrives: bool) -> Message:
+        """With its table of runs, if it goes directly. Its memory must stay where it is."""
+        if not self._is_direct(message):
+            return message
+        work = Arrival(message) if arrives else Departure(message, foreseen=True)
+        return _Foreseen(message.peer, message.parts, work)
+
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Start all messages of a round."""
         if self._closed:
@@ -111,9 +126,13 @@ class SameHostTransport:
         near: list[Message] = []
         far: list[Message] = []
         for message in messages:
-            direct = message.peer in self._peers and all(part.is_cpu for part in message.parts)
-            (near if direct else far).append(message)
+            (near if self._is_direct(message) else far).append(message)
         return near, far
+
+    def _is_direct(self, message: Message) -> bool:
+        if isinstance(message, _Foreseen):
+            return True
+        return message.peer in self._peers and all(part.is_cpu for part in message.parts)
 
 
 class _PendingRound:
@@ -150,6 +169,7 @@ class _Worker:
         self._poll.register(self._waker, select.POLLIN)
         self._by_fd: dict[int, Wire] = {}
         self._blocked = set[int]()  # peers of wires whose sockets are watched for room
+        self._stirred: dict[int, Wire] = {}  # by peer the wires that may have something due
         for wire in self._wires.values():
             for fd in (wire.link.socket.fileno(), wire.link.pidfd):
                 self._by_fd[fd] = wire
@@ -171,9 +191,9 @@ class _Worker:
 
         def start() -> None:
             for message in recvs:
-                self._wires[message.peer].ask(message, ticket)
+                self._awake(message.peer).ask(_arrival(message), ticket)
             for message in sends:
-                self._wires[message.peer].give(message, ticket)
+                self._awake(message.peer).give(_departure(message), ticket)
 
         self._order(start)
         return ticket
@@ -224,16 +244,24 @@ class _Worker:
         while self._orders:
             self._orders.popleft()()
         busy = False
-        for wire in self._wires.values():
-            if wire.due and not wire.fault:  # a device may have hundreds of peers, and bytes for a few of them
+        for peer, wire in list(self._stirred.items()):  # a device may have hundreds of peers, and bytes for a few
+            if wire.due and not wire.fault:
                 busy |= self._on(wire, Wire.step)
+            else:
+                del self._stirred[peer]
         for fd, _ in self._poll.poll(0 if busy or self._orders or self._stopping else None):
             if fd == self._waker:
                 os.eventfd_read(self._waker)
             elif (of := self._by_fd.get(fd)) is not None:  # else broken a moment ago
+                self._stirred[of.link.peer] = of
                 self._on(of, Wire.hear)
                 if fd == of.link.pidfd:  # what it has said before it ended counted
                     self._break(of, "its process has ended")
+
+    def _awake(self, peer: int) -> Wire:
+        """A wire that is given something to do."""
+        wire = self._stirred[peer] = self._wires[peer]
+        return wire
 
     def _on(self, wire: Wire, act: Callable[[Wire], object]) -> bool:
         """Do something with a wire; break it if that fails."""
@@ -256,3 +284,15 @@ class _Worker:
                 self._poll.unregister(fd)
                 del self._by_fd[fd]
             wire.fail(fault)
+
+
+def _departure(message: Message) -> Departure:
+    if isinstance(message, _Foreseen) and isinstance(message.work, Departure):
+        return message.work
+    return Departure(message)
+
+
+def _arrival(message: Message) -> Arrival:
+    if isinstance(message, _Foreseen) and isinstance(message.work, Arrival):
+        return message.work
+    return Arrival(message)

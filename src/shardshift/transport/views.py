@@ -70,7 +70,7 @@ class Runs:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._ends = np.cumsum(table[:, 1])
+        self._ends = table[:, 1].cumsum()
         self._first = 0  # row of the next byte
         self._at = 0
         self.left_bytes = int(self._ends[-1]) if len(table) else 0
@@ -82,10 +82,12 @@ class Runs:
 
     def peek(self, nbytes: int) -> Table:
         """The rows of the next ``nbytes``, which are no more than are left; the first and last may be cut."""
+        if nbytes == self.left_bytes and not self._at:
+            return self._table
         stop = self._at + nbytes
         last = self._first
         if int(self._ends[last]) < stop:
-            last = int(np.searchsorted(self._ends, stop, "left"))
+            last = int(self._ends.searchsorted(stop, "left"))
         rows = self._table[self._first : last + 1].copy()
         used = self._at - (int(self._ends[self._first]) - int(self._table[self._first, 1]))
         rows[0] += (used, -used)
@@ -96,8 +98,8 @@ class Runs:
         """Leave out the next ``nbytes``."""
         self._at += nbytes
         self.left_bytes -= nbytes
-        if int(self._ends[self._first]) <= self._at:
-            self._first = int(np.searchsorted(self._ends, self._at, "right"))
+        if self.left_bytes and int(self._ends[self._first]) <= self._at:
+            self._first = int(self._ends.searchsorted(self._at, "right"))
 
 
 def one_run(address: int, nbytes: int) -> Runs:

@@ -60,14 +60,22 @@ class Ticket:
         self.done.set()
 
 
-class _Departure:
-    """A message to the peer, as far as it was offered."""
+class Departure:
+    """A message to the peer, as far as it was offered.
 
-    def __init__(self, message: Message, ticket: Ticket) -> None:
-        self.message, self.ticket = message, ticket
+    Args:
+        message: to send.
+        foreseen: whether all its offers are worked out now, at 1/500 of its bytes, and not as there is room for them.
+    """
+
+    ticket: Ticket
+
+    def __init__(self, message: Message, *, foreseen: bool = False) -> None:
+        self.message = message
         self.nbytes = message.nbytes
         self.unacknowledged = 0
-        self._offers = offers_of(message, self.nbytes)
+        offers = offers_of(message, self.nbytes)
+        self._offers = iter(list(offers)) if foreseen else offers
         self.ahead = next(self._offers, None)
 
     def offered(self) -> None:
@@ -82,18 +90,24 @@ class _Departure:
             self.ticket.ended()
 
 
-class _Arrival:
-    """A message from the peer, as far as it has landed."""
+class Arrival:
+    """A message from the peer, as far as it has landed.
 
-    def __init__(self, message: Message, ticket: Ticket) -> None:
-        self.message, self.ticket = message, ticket
+    Args:
+        message: to receive.
+    """
+
+    ticket: Ticket
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
         self.nbytes = self.left_bytes = message.nbytes
         self._segments = segments(message.parts, shortest_bytes=_SHORTEST_IN_BYTES, block_bytes=_SCRATCH_BYTES)
         self._runs: Runs | None = None
         self._block: torch.Tensor | None = None
         self._scratch: torch.Tensor | None = None
         if self.left_bytes:
-            self.room()  # now, while the sender makes its offers
+            self.room()  # now, and not when the sender has made its offers
 
     def room(self) -> Runs:
         """Where the next bytes go."""
@@ -137,9 +151,9 @@ class Wire:
     def __init__(self, device: int, link: Link, reader: MemoryReader, bounces: Bounces) -> None:
         self.link, self.fault = link, ""
         self._device, self._reader, self._bounces = device, reader, bounces
-        self._asked: deque[_Arrival] = deque()
-        self._given: deque[_Departure] = deque()
-        self._open: deque[tuple[_Departure, torch.Tensor | None]] = deque()  # offers that are not acknowledged yet
+        self._asked: deque[Arrival] = deque()
+        self._given: deque[Departure] = deque()
+        self._open: deque[tuple[Departure, torch.Tensor | None]] = deque()  # offers that are not acknowledged yet
         self._inbox: deque[tuple[int, int, int, int, bytes]] = deque()
         self._out: deque[_Packet] = deque()
         self._acks = 0
@@ -158,19 +172,21 @@ class Wire:
         """Whether packets wait for room in the socket."""
         return bool(self._out)
 
-    def give(self, message: Message, ticket: Ticket) -> None:
+    def give(self, departure: Departure, ticket: Ticket) -> None:
         """Send a message."""
         if self.fault:
             ticket.fail(self.fault)
             return
-        self._given.append(_Departure(message, ticket))
+        departure.ticket = ticket
+        self._given.append(departure)
 
-    def ask(self, message: Message, ticket: Ticket) -> None:
+    def ask(self, arrival: Arrival, ticket: Ticket) -> None:
         """Receive a message."""
         if self.fault:
             ticket.fail(self.fault)
             return
-        self._asked.append(_Arrival(message, ticket))
+        arrival.ticket = ticket
+        self._asked.append(arrival)
 
     def hear(self) -> None:
         """Take all packets that have come.
@@ -244,7 +260,7 @@ class Wire:
         leaving = (*self._given, *(departure for departure, _ in self._open))
         return [one.ticket for one in self._asked] + [one.ticket for one in leaving]
 
-    def _offer(self, departure: _Departure) -> bool:
+    def _offer(self, departure: Departure) -> bool:
         """Offer what is ahead of a message; whether there was room for it."""
         offer, bounce = departure.ahead, None
         assert offer is not None
@@ -255,14 +271,15 @@ class Wire:
         rows = prepared(offer, bounce)
         if rows is None:
             assert isinstance(offer, Say)
-            self._send([_HEAD.pack(_INLINE, 0, offer.payload.nbytes, departure.nbytes), offer.payload.numpy()])
+            payload = offer.payload()
+            self._send([_HEAD.pack(_INLINE, 0, payload.nbytes, departure.nbytes), payload.numpy()])
         else:
             self._send([_HEAD.pack(_RUNS, len(rows), int(rows[:, 1].sum()), departure.nbytes), rows])
         self._open.append((departure, bounce))
         departure.offered()
         return True
 
-    def _take(self, arrival: _Arrival, what: int, count: int, nbytes: int, whole: int, content: bytes) -> None:
+    def _take(self, arrival: Arrival, what: int, count: int, nbytes: int, whole: int, content: bytes) -> None:
         if whole != arrival.nbytes:
             raise TransportError(
                 f"device {self._device} expected {arrival.nbytes} bytes from device {self.link.peer}, got {whole}"
