@@ -106,13 +106,13 @@ class Arrival:
         self._runs: Runs | None = None
         self._block: torch.Tensor | None = None
         self._scratch: torch.Tensor | None = None
-        if self.left_bytes:
-            self.room()  # now, and not when the sender has made its offers
+        self._ahead = next(self._segments, None)  # now, and not when the sender has made its offers
 
     def room(self) -> Runs:
         """Where the next bytes go."""
         if self._runs is None:
-            found = next(self._segments)
+            found = next(self._segments) if self._ahead is None else self._ahead
+            self._ahead = None
             if isinstance(found, Runs):
                 self._runs = found
             else:
