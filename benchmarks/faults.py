@@ -36,8 +36,8 @@ T = TypeVar("T")
 PROCESSES: Final = 64
 """Of all jobs that run at one time; most of them wait for a timeout."""
 MANY: Final = 8
-EVERY: Final = 3
-"""Of a job of ``MANY`` processes every third place is tried: it has as many as all smaller ones together."""
+EVERY: Final = 5
+"""Of a job of ``MANY`` processes every fifth place is tried: it has as many as all smaller ones together."""
 MOST_SAID: Final = 4
 LINE: Final = 200
 
@@ -104,7 +104,7 @@ def run(
     scale = (
         f"GPT of {MODEL.layers} layers with moments over gloo, 4 or 8 processes, timeout {TIMEOUT_S:g} s; every device "
         "the victim at each of its rounds (killed; stopped; killed in the middle), before and after each fence "
-        f"(with {MANY} processes at each {EVERY}rd of these places); "
+        f"(with {MANY} processes at each {EVERY}th of these places); "
         f"{PROCESSES} processes at a time on one machine; and {MOVES} moves in a row, of 4 processes, by both policies"
     )
     return scale, rows

@@ -85,7 +85,7 @@ class Scale:
         iterations: of it.
     """
 
-    clusters: tuple[Cluster, ...] = (Cluster("cluster-a", 200, 400), Cluster("cluster-b", 300, 100))
+    clusters: tuple[Cluster, ...] = (Cluster("cluster-a", 200, 400), Cluster("cluster-b", 225, 75))
     nodes: int = 4
     per_node: int = 4
     changes: tuple[tuple[str, str], ...] = (("PP8TP2", "PP4TP2"), ("PP4TP2", "PP4TP4"), ("PP8TP2", "PP4TP4"))
