@@ -9,8 +9,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .adapters import audit, dry_run, megatron, migrate, transfer
+    from .adapters import audit, megatron
     from .adapters import dtensor as fsdp
+    from .adapters.dtensor.dry_run import dry_run
+    from .adapters.dtensor.migrate import migrate
+    from .adapters.transfer import transfer
     from .elastic import Member, Resize, ResizeReport, ResizeSource, Script, Session
     from .elastic.opening import session
     from .engine import Mover, Resumed, mover_of, names_of, reshard
@@ -33,7 +36,9 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    **dict.fromkeys(("audit", "dry_run", "fsdp", "megatron", "migrate", "transfer"), "adapters"),
+    **dict.fromkeys(("audit", "fsdp", "megatron"), "adapters"),
+    **{name: f"adapters.dtensor.{name}" for name in ("dry_run", "migrate")},
+    "transfer": "adapters.transfer",
     **dict.fromkeys(("Member", "Resize", "ResizeReport", "ResizeSource", "Script", "Session"), "elastic"),
     "session": "elastic.opening",
     **dict.fromkeys(("Mover", "Resumed", "mover_of", "names_of", "reshard"), "engine"),
