@@ -4,7 +4,7 @@
 #   make demo ARGS="--quick"         the demo, with its options
 #   make test                        everything that CI checks
 #   make test ARGS="-k region"       the same with pytest options
-#   make test WORKERS=0              all tests one after the other; else two files at once where tests bear it
+#   make test WORKERS=0              all tests one after the other; else two files at once, three of those with jobs
 #   make bench                       all benchmarks, and their tables in docs/performance.md; ARGS="peer loss": those
 #   make check                       lint, types, imports: no tests
 #   make format                      mend what ruff can mend
@@ -21,6 +21,8 @@
 
 ARGS ?=
 WORKERS ?= 2
+# Processes of a job wait for one another: on two cores a third file beside them finds the time that they leave.
+JOB_WORKERS ?= $(if $(filter 0,$(WORKERS)),0,3)
 TORCH_INDEX ?=
 
 VENV := .venv
@@ -43,6 +45,8 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
 	"$$name" -c '$(USABLE)' >/dev/null 2>&1 && { echo "$$name"; break; }; done)
 
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(BIN)/python -m pip
+
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -87,9 +91,11 @@ demo: $(STAMP)
 test: check $(OLDER) $(TORCHTITAN)
 # Three parts (tests/conftest.py): tests of one process; jobs of several that bear others beside them; and those that
 # wait for short limits to pass, and bear only one another. Status 5 is no tests: ARGS may choose some of one part.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m 'not alone and not patient' $(ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m patient $(ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m alone $(ARGS) || [ $$? -eq 5 ]
+# Each worker of each part imports all test files: bytecode is kept, even where the environment says not to, or pytest
+# would compile them eight times over. conftest.py says which file comes first, xdist does not.
+	$(PYTEST) -n $(WORKERS) -m 'not alone and not patient' $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -n $(JOB_WORKERS) -m patient $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -n $(JOB_WORKERS) -m alone $(ARGS) || [ $$? -eq 5 ]
 
 # One process each, so that none inherits another's memory. Neither a missed goal nor a benchmark that fails ends the run:
 # what was measured is what the documentation says, and where nothing was, the table stays.

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,9 +57,27 @@ pass, which are marked ``alone`` where they stand. All other files are marked ``
 another at most: their limits are short, and they mostly wait."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+LONG = {
+    *("commands", "demo", "elastic_guide", "features", "fsdp_example", "joining", "launchers", "megatron_example"),
+    *("recover", "restart", "script", "succession", "titan_example", "versions", "walk"),
+}
+"""Files of few tests that take 10 s each and more. They are begun first, and then those with most tests, so that at the
+end no worker waits for one of them."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    _mark(items)
+    yield  # those of other parts are left out
+    tests = Counter(item.path for item in items)
+    long = {path: path.stem.removeprefix("test_") in LONG for path in tests}
+    items.sort(key=lambda item: (not long[item.path], -tests[item.path]))
+
+
+def _mark(items: list[pytest.Item]) -> None:
     for item in items:
-        name, marked = item.path.stem.removeprefix("test_"), item.get_closest_marker("alone")
+        name = item.path.stem.removeprefix("test_")
+        marked = any(item.get_closest_marker(mark) for mark in ("alone", "patient"))
         if item.path.parent.name in STARTS_PROCESSES and name not in ONE_PROCESS and not marked:
             item.add_marker("patient" if name in PATIENT else "alone")
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

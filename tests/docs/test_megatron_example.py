@@ -146,6 +146,8 @@ def data_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run_program(send: Any, program: Path, options: str) -> None:
     """One process of a program, as torchrun would start it, except for its prints."""
     torch.set_num_threads(1)
+    # One that a fork server has started would start its loaders from another one, which imports everything anew.
+    multiprocessing.set_start_method("fork", force=True)
     sys.argv = [str(program), *options.split()]
     sys.path.insert(0, str(EXAMPLE))
     import shardshift.adapters.megatron  # noqa: F401  (the stand-ins, as in on_cpu.py)

@@ -16,10 +16,14 @@ from numpy.typing import NDArray
 from shardshift.demo import oracle
 from shardshift.demo.held import slice_of, spanned
 
+Masks = dict[int, dict[tuple[str, str], NDArray[np.bool_]]]
+Counted = tuple[dict[tuple[str, str], int], Masks, Masks]
+"""Bytes of an element by tensor; what devices hold before a change, and after it."""
 
-def lacking(before: Mapping[int, Any], after: Mapping[int, Any], devices: int) -> NDArray[np.int64]:
+
+def lacking(elements: Counted, after: Mapping[int, Any], devices: int) -> NDArray[np.int64]:
     """Bytes that device j lacks of what new rank i holds, shape (ranks, devices), counted element by element."""
-    itemsize, old, new = masks(before, after)
+    itemsize, old, new = elements
     by_rank = {after[device]["rank"]: held for device, held in new.items()}
     return np.array(
         [
@@ -37,15 +41,20 @@ def lacking(before: Mapping[int, Any], after: Mapping[int, Any], devices: int) -
     )
 
 
-Masks = dict[int, dict[tuple[str, str], NDArray[np.bool_]]]
+def counted(
+    before: Mapping[int, Any], after: Mapping[int, Any], whole_before: oracle.Logical, whole_after: oracle.Logical
+) -> Counted:
+    """Per device and tensor which elements of the whole tensor it holds; rows that only one layout has left out.
 
-
-def masks(before: Mapping[int, Any], after: Mapping[int, Any]) -> tuple[dict[tuple[str, str], int], Masks, Masks]:
-    """Per device and tensor which elements of the whole tensor it holds; rows that only one layout has left out."""
+    Args:
+        before: the records of the old ranks, by device.
+        after: those of the new ranks.
+        whole_before: what ``oracle.assemble`` makes of the old ones.
+        whole_after: of the new ones.
+    """
     itemsize: dict[tuple[str, str], int] = {}
     wholes: list[dict[tuple[str, str], tuple[int, ...]]] = []
-    for records in (before, after):
-        logical = oracle.assemble(list(records.values()))
+    for logical in (whole_before, whole_after):
         itemsize |= {key: tensor.element_size() for key, tensor in logical.items()}
         wholes.append({key: tuple(tensor.shape) for key, tensor in logical.items()})
     rows = {key: min(shape[0], wholes[1][key][0]) for key, shape in wholes[0].items()}

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from scipy.optimize import linear_sum_assignment
-from tests.megatron.counting import lacking, masks
+from tests.megatron.counting import Counted, counted, lacking
 from tests.megatron.training import Training, corpus_of, optimizer_step, train_step, training
 from tests.megatron.training import make_adapter as make_training_adapter
 
@@ -227,7 +227,7 @@ def initialise(scenario: Scenario, job: Job) -> None:
 
 def train_fresh(send: Send, scenario: Scenario, folder: Path, change: int, until: int) -> None:
     """Start in the layout after a change from the oracle's tensors of the state before it, and train on."""
-    records = oracle.read_ranks(_folder(folder, change, "before"))
+    records = read_ranks(_folder(folder, change, "before"))
     adapter = scenario.make()
     name = scenario.changes[change]
     job = start_alone(adapter, name, f"fresh/{change}", records[0]["consumed_samples"])
@@ -236,6 +236,16 @@ def train_fresh(send: Send, scenario: Scenario, folder: Path, change: int, until
         number = 1 + sorted(scenario.changes).index(change)
         oracle.load_rank(job, records, oracle.assemble(records), change=number)
         train_alone(send, change, adapter, job, until)
+
+
+def read_ranks(folder: Path) -> list[dict[str, Any]]:
+    """What ``oracle.read_ranks`` gives, five times as fast: its unpickler, in Python, is for files of anybody.
+
+    For processes that each read what all have written. That a file has plain values alone, ``run`` sees, and the oracle
+    wherever it reads.
+    """
+    files = sorted(folder.glob("rank*.pt"), key=lambda file: int(file.stem[4:]))
+    return [torch.load(file, weights_only=False) for file in files]
 
 
 def start_alone(adapter: Adapter, config: str, name: str, consumed_samples: int = 0) -> Job | None:
@@ -310,9 +320,10 @@ def check_change(outcome: Outcome, change: int) -> None:
     assert oracle.differences(*logical) == []
     assert not any(torch.isnan(tensor).any() for tensor in logical[1].values())
     check_companions(before, after)
-    check_bytes(before, after, outcome.devices, outcome.reports[change])
+    elements = counted(before, after, *logical)
+    check_bytes(elements, after, outcome.devices, outcome.reports[change])
     assert len({report.digest for report in outcome.reports[change]}) == 1
-    check_storage(before, after)
+    check_storage(elements, before, after)
     expected = outcome.fresh[change]
     assert expected
     found = {iteration: outcome.losses[iteration] for iteration in expected}
@@ -336,11 +347,9 @@ def check_companions(before: Mapping[int, Any], after: Mapping[int, Any]) -> Non
         assert all(record[key] == first[key] for record in others), f"{key} differs"
 
 
-def check_bytes(
-    before: Mapping[int, Any], after: Mapping[int, Any], devices: int, reports: Sequence[ResizeReport]
-) -> None:
+def check_bytes(elements: Counted, after: Mapping[int, Any], devices: int, reports: Sequence[ResizeReport]) -> None:
     """Every report says what a count of single elements says, and that is the least of all pairings."""
-    cost = lacking(before, after, devices)
+    cost = lacking(elements, after, devices)
     least = int(cost[linear_sum_assignment(cost)].sum())
     for report in reports:
         placed = sum(int(cost[rank, device]) for rank, device in enumerate(report.devices))
@@ -348,12 +357,12 @@ def check_bytes(
         assert found == (least, least, least), f"moved, said to be least, lacking where placed: {found}, not {least}"
 
 
-def check_storage(before: Mapping[int, Any], after: Mapping[int, Any]) -> None:
+def check_storage(elements: Counted, before: Mapping[int, Any], after: Mapping[int, Any]) -> None:
     """What a device held already, in the same shape, lies where it lay.
 
     But for parameters and masters of the distributed optimizer, whose memory belongs to Megatron's buffers.
     """
-    _, old, new = masks(before, after)
+    _, old, new = elements
     for device in before.keys() & after.keys():
         records = before[device], after[device]
         flat = any(record["flat"] for record in records)
