@@ -174,13 +174,16 @@ def test_pieces_are_only_so_small_that_no_chain_takes_much_longer_to_fill(
     transfers = [(cell, *end) for cell, (_, depth) in enumerate(cells) for end in enumerate(range(1, depth + 1))]
     cell, receiver, hop = (np.array(column, np.int64) for column in zip(*transfers, strict=True))
     piece = piece_bytes_of(np.array([size for size, _ in cells]), cell, receiver, hop, staging)
-    received = max(sum(size for size, depth in cells if depth > device) for device in range(9))
-    carried = {hops: sum(size for size, depth in cells if depth >= hops) for hops in range(2, 10)}
+    by_device = [[(size, device) for size, depth in cells if depth > device] for device in range(9)]
+    received = sum(size for size, _ in by_device[0])
+    waited_for = max(sum(size * before for size, before in one) for one in by_device)
     assert 1 <= piece <= staging
     if piece > LEAST_PIECE_BYTES:
-        assert all((hops - 1) * min(piece, size) <= 0.3 * received for hops, size in carried.items())
-    if all((hops - 1) * size <= 0.25 * received for hops, size in carried.items()):
+        assert all((depth - 1) * min(piece, size) <= 0.3 * received for size, depth in cells)
+    if waited_for <= 0.25 * received:
         assert piece == min(received, staging)
+    else:
+        assert piece == piece_bytes(received, max(depth for _, depth in cells), staging)
 
 
 def test_chains_of_small_tensors_among_large_ones_do_not_make_pieces_small() -> None:

@@ -148,10 +148,11 @@ def _fill_s(cell_bytes: Ints, cell: Ints, hop: Ints, alone: Floats, piece_bytes:
 def piece_bytes_of(
     cell_bytes: Ints, cell: Ints, receiver: Ints, hop: Ints, staging_bytes: int, *, epochs: int = 1
 ) -> int:
-    """``piece_bytes`` for a set of transfers, whose chains may be of several lengths.
+    """``piece_bytes`` for a set of transfers.
 
     Chains that carry so little that to fill them costs no more than ``MOST_FILL`` in pieces of any size have no say:
-    those of norms within a TP group, say, which go along with what else is sent.
+    those of norms within a TP group, say, which go along with what else is sent. A device at hop h waits for h - 1
+    pieces, and for no more than h - 1 times what it receives there.
 
     Args:
         cell_bytes: bytes of each cell, shape (cells,).
@@ -161,15 +162,11 @@ def piece_bytes_of(
         staging_bytes: the most that a device may stage.
         epochs: in how many parts they are carried out.
     """
-    moved_bytes, deepest = cell_bytes[cell], np.zeros(len(cell_bytes), dtype=np.int64)
-    np.maximum.at(deepest, cell, hop)
+    moved_bytes, deepest = cell_bytes[cell], int(hop.max(initial=1))
     most_bytes = int(np.bincount(receiver, moved_bytes).max(initial=0)) // epochs
-    piece = piece_bytes(most_bytes, 1, staging_bytes)
-    for hops in np.unique(deepest[deepest > 1]).tolist():
-        chained_bytes = np.bincount(receiver, moved_bytes * (deepest[cell] >= hops)).max(initial=0)
-        if chained_bytes * (hops - 1) > most_bytes * MOST_FILL:
-            piece = min(piece, piece_bytes(most_bytes, hops, staging_bytes))
-    return piece
+    if deepest > 1 and np.bincount(receiver, moved_bytes * (hop - 1)).max() <= most_bytes * MOST_FILL:
+        deepest = 1
+    return piece_bytes(most_bytes, deepest, staging_bytes)
 
 
 def piece_bytes(most_bytes: int, deepest_hop: int, staging_bytes: int) -> int:
