@@ -36,8 +36,10 @@ T = TypeVar("T")
 PROCESSES: Final = 64
 """Of all jobs that run at one time; most of them wait for a timeout."""
 MANY: Final = 8
-EVERY: Final = 5
-"""Of a job of ``MANY`` processes every fifth place is tried: it has as many as all smaller ones together."""
+EVERY: Final = 8
+"""Of a job of ``MANY`` processes every eighth place is tried: it has as many as all smaller ones together."""
+SINGLE: Final = 2
+"""Where bytes have one holder, every other place is tried."""
 MOST_SAID: Final = 4
 LINE: Final = 200
 
@@ -86,8 +88,8 @@ def run(
         (faults,) = _apart([partial(faults_of, case)], 1)
         if most is not None:
             faults = faults[:: -(-len(faults) // most)]
-        elif case.devices >= MANY:
-            faults = faults[::EVERY]
+        else:
+            faults = faults[:: EVERY if case.devices >= MANY else 1 if case.redundant else SINGLE]
         verdicts = _apart([partial(trial, case, fault) for fault in faults], max(PROCESSES // case.devices, 1))
         rows += rows_of(case, verdicts)
         ways = Counter(verdict.way for verdict in verdicts)
@@ -104,7 +106,7 @@ def run(
     scale = (
         f"GPT of {MODEL.layers} layers with moments over gloo, 4 or 8 processes, timeout {TIMEOUT_S:g} s; every device "
         "the victim at each of its rounds (killed; stopped; killed in the middle), before and after each fence "
-        f"(with {MANY} processes at each {EVERY}th of these places); "
+        f"(with {MANY} processes at each {EVERY}th of these places, with single holders at every other); "
         f"{PROCESSES} processes at a time on one machine; and {MOVES} moves in a row, of 4 processes, by both policies"
     )
     return scale, rows

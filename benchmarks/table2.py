@@ -50,7 +50,7 @@ from shardshift.values import ParallelConfig, Topology
 GiB: Final = 2**30
 SHM: Final = "/dev/shm"
 DISK: Final = "disk"
-MEGATRON_DIST: Final = "Megatron-Dist"
+SLOW: Final = "Megatron"
 HEADS: Final = 16
 LEAST: Final = {"same host": 10.0, "gloo": 5.0}
 """How many times as fast as the fastest baseline on /dev/shm we want to be, by transport."""
@@ -69,8 +69,8 @@ class Scale:
         hidden: hidden size; the paper's is 3072.
         vocab: rows of the embedding.
         runs: of each side, of which the median counts.
-        restarted: processes up to which a restart is measured: most of it is the imports of all of them.
-        slow_runs: of those that no goal hangs on: what is on disk, and Megatron-Dist, the slowest of all.
+        restarts: the first so many changes for which a restart is measured: most of it is imports, which are alike.
+        slow_runs: of those that no goal hangs on: what is on disk, and both of Megatron's ways, the slowest.
         where: folders for checkpoints, by what they are called. On disk there is one baseline.
     """
 
@@ -78,7 +78,7 @@ class Scale:
     hidden: int = 384
     vocab: int = 8192
     runs: int = 3
-    restarted: int = 16
+    restarts: int = 1
     slow_runs: int = 1
     where: tuple[tuple[str, str], ...] = ((SHM, "/dev/shm"), (DISK, tempfile.gettempdir()))
 
@@ -200,13 +200,13 @@ def run(say: Callable[[str], None], scale: Scale | None = None) -> tuple[str, Se
     scale = scale or Scale()
     rows: list[Row] = []
     state_bytes = most = 0
-    for prev, curr, layers in scale.changes:
+    for number, (prev, curr, layers) in enumerate(scale.changes):
         model = Model.from_dimensions(
             layers=layers, hidden=scale.hidden, heads=HEADS, vocab=scale.vocab, positions=scale.hidden
         )
         asked = Asked.of(model, prev, curr, Topology.preset("cluster-a"))
         state_bytes, most = max(state_bytes, asked.ours.state_bytes), max(most, asked.world)
-        times, said = measured(asked, scale, say)
+        times, said = measured(asked, scale, say, restarts=number < scale.restarts)
         for line in said:
             say(f"left out: {asked.case} on the same-host path, since {line}")
         rows += case_rows(asked, times, say)
@@ -214,13 +214,15 @@ def run(say: Callable[[str], None], scale: Scale | None = None) -> tuple[str, Se
     described = (
         f"GPT of hidden {scale.hidden} in place of 3072 (1/{(3072 // scale.hidden) ** 2} of a layer), the paper's "
         f"layers and configurations, {state_bytes / GiB:.2f} GiB of state, up to {most} processes of one thread; "
-        f"medians of {scale.runs} runs, sides by turns; on disk, and of Megatron-Dist, {scale.slow_runs}, a restart 1; "
+        f"medians of {scale.runs} runs, sides by turns; on disk, and of Megatron's ways, {scale.slow_runs}, a restart 1; "
         "ours from the agreement on"
     )
     return described, sorted(rows, key=lambda row: row.goal is None)
 
 
-def measured(asked: Asked, scale: Scale, say: Callable[[str], None]) -> tuple[Times, list[str]]:
+def measured(
+    asked: Asked, scale: Scale, say: Callable[[str], None], *, restarts: bool = False
+) -> tuple[Times, list[str]]:
     """Measure all sides of a change that move the whole state; and why the same-host path was left out, if it was."""
     with ExitStack() as stack:
         folders: dict[str, Path] = {}
@@ -237,7 +239,7 @@ def measured(asked: Asked, scale: Scale, say: Callable[[str], None]) -> tuple[Ti
         found = run_ranks(asked.world, body, timeout_s=600)
         times = Times.from_ranks(found)
         saved = f"torch checkpoint, {SHM}"
-        if asked.world > scale.restarted:
+        if not restarts:
             return times, sorted({line for one in found for line in one.said})
         try:
             phases = {"save": times.phases[saved]["save"], **restart.restarted(asked.ours, asked.configs[1], kept)}
@@ -296,7 +298,7 @@ def _sides(
         sides |= moving(place, f"{ETC}: {form}", plans, first, pool)
     sides |= whole(place, asked.ours, first)
     meter = Meter(gate)
-    slow = {name: side for name, side in sides.items() if f", {DISK}: " in name or name.startswith(MEGATRON_DIST)}
+    slow = {name: side for name, side in sides.items() if f", {DISK}: " in name or name.startswith(SLOW)}
     meter.measure({name: side for name, side in sides.items() if name not in slow}, scale.runs)
     meter.measure(slow, scale.slow_runs)
     shm.keep(restart.checkpoint_of(folders[SHM] / "restart"))

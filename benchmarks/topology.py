@@ -43,7 +43,7 @@ MOST_OFF: Final = 25
 PAPER_ITERATION, PAPER_CLUSTER = 1 - 0.267, "cluster-b"
 ITERATION: Final = ("PP4TP2", "PP4TP4")
 MODEL: Final = shrunk(16, 3072, 16)
-REPLICA: Final = shrunk(4, 3072, 16)
+REPLICA: Final = shrunk(2, 3072, 16)
 TRIAL_S: Final = 600.0
 SHAPE: Final = ModelShape(layers=8, hidden=256, heads=8)
 

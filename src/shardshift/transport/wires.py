@@ -29,7 +29,7 @@ from .protocol import Message, TransportError
 from .views import Runs, one_run, segments, spread
 
 WINDOW: Final = 16
-_CALL_BYTES: Final = 8 << 20
+_CALL_BYTES: Final = 16 << 20
 _SHORTEST_IN_BYTES: Final = 256
 _SCRATCH_BYTES: Final = 1 << 18
 _ACKS_TOGETHER: Final = WINDOW // 4
