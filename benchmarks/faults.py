@@ -38,8 +38,8 @@ PROCESSES: Final = 64
 MANY: Final = 8
 EVERY: Final = 8
 """Of a job of ``MANY`` processes every eighth place is tried: it has as many as all smaller ones together."""
-SINGLE: Final = 2
-"""Where bytes have one holder, every other place is tried."""
+SINGLE: Final = 3
+"""Where bytes have one holder, every third place is tried."""
 MOST_SAID: Final = 4
 LINE: Final = 200
 
@@ -106,7 +106,7 @@ def run(
     scale = (
         f"GPT of {MODEL.layers} layers with moments over gloo, 4 or 8 processes, timeout {TIMEOUT_S:g} s; every device "
         "the victim at each of its rounds (killed; stopped; killed in the middle), before and after each fence "
-        f"(with {MANY} processes at each {EVERY}th of these places, with single holders at every other); "
+        f"(with {MANY} processes at each {EVERY}th of these places, with single holders at each {SINGLE}rd); "
         f"{PROCESSES} processes at a time on one machine; and {MOVES} moves in a row, of 4 processes, by both policies"
     )
     return scale, rows

@@ -140,11 +140,11 @@ class Meter:
     gate: Barrier
     spans: Spans = field(default_factory=dict)
 
-    def measure(self, sides: Mapping[str, Side], runs: int) -> None:
-        """Run each side ``runs`` times, by turns, all ranks together; once more at first, untimed."""
+    def measure(self, sides: Mapping[str, Side], runs: int, *, warm_up: bool = True) -> None:
+        """Run each side ``runs`` times, by turns, all ranks together; with ``warm_up`` once more at first, untimed."""
         for name in sides:
             self.spans[name] = []
-        for run in range(runs + 1):
+        for run in range(not warm_up, runs + 1):
             for name, prepare in sides.items():
                 action = prepare()
                 self.gate.wait(GATE_S)
