@@ -162,10 +162,10 @@ def piece_bytes_of(
         staging_bytes: the most that a device may stage.
         epochs: in how many parts they are carried out.
     """
-    moved_bytes, deepest = cell_bytes[cell], int(hop.max(initial=1))
+    moved_bytes, late = cell_bytes[cell], np.flatnonzero(hop > 1)
     most_bytes = int(np.bincount(receiver, moved_bytes).max(initial=0)) // epochs
-    if deepest > 1 and np.bincount(receiver, moved_bytes * (hop - 1)).max() <= most_bytes * MOST_FILL:
-        deepest = 1
+    waited_for = np.bincount(receiver[late], moved_bytes[late] * (hop[late] - 1)).max(initial=0)
+    deepest = int(hop.max(initial=1)) if waited_for > most_bytes * MOST_FILL else 1
     return piece_bytes(most_bytes, deepest, staging_bytes)
 
 
