@@ -74,7 +74,7 @@ class Scale:
     losses: int = 3
     restarted: tuple[str, ...] = CONFIGS[:2]
     weighed: str = "dp2"
-    turns: int = 40
+    turns: int = 30
     timeout_s: float = 30.0
 
 

@@ -52,6 +52,8 @@ SHM: Final = "/dev/shm"
 DISK: Final = "disk"
 SLOW: Final = "Megatron"
 """Of what measures it: both ways, over files and ``dist_checkpointing``."""
+OTHERS: Final = ("joint", ETC)
+"""Of plans other than the one that moves the least."""
 HEADS: Final = 16
 LEAST: Final = {"same host": 10.0, "gloo": 5.0}
 """How many times as fast as the fastest baseline on /dev/shm we want to be, by transport."""
@@ -72,7 +74,8 @@ class Scale:
         runs: of each side, of which the median counts.
         once: the first so many changes for which is measured what takes long and is much alike for all: checkpoints on
             disk, and a restart, of which most is imports.
-        slow_runs: of those that no goal hangs on: what is on disk, and both of Megatron's ways, the slowest.
+        few_runs: of those that no goal hangs on: both of Megatron's ways and what is on disk, the slowest, which are
+            not run once untimed before; and plans other than ours.
         where: folders for checkpoints, by what they are called. On disk there is one baseline.
     """
 
@@ -81,7 +84,7 @@ class Scale:
     vocab: int = 8192
     runs: int = 3
     once: int = 1
-    slow_runs: int = 1
+    few_runs: int = 1
     where: tuple[tuple[str, str], ...] = ((SHM, "/dev/shm"), (DISK, tempfile.gettempdir()))
 
 
@@ -216,8 +219,8 @@ def run(say: Callable[[str], None], scale: Scale | None = None) -> tuple[str, Se
     described = (
         f"GPT of hidden {scale.hidden} in place of 3072 (1/{(3072 // scale.hidden) ** 2} of a layer), the paper's "
         f"layers and configurations, {state_bytes / GiB:.2f} GiB of state, up to {most} processes of one thread; "
-        f"medians of {scale.runs} runs, sides by turns; on disk, and of Megatron's ways, {scale.slow_runs}, a restart "
-        "1; ours from the agreement on"
+        f"medians of {scale.runs} runs, sides by turns; on disk, of Megatron's ways and of other plans, "
+        f"{scale.few_runs}, a restart 1; ours from the agreement on"
     )
     return described, sorted(rows, key=lambda row: row.goal is None)
 
@@ -301,11 +304,10 @@ def _sides(
     sides |= whole(place, asked.ours, first)
     meter = Meter(gate)
     slow = {name: side for name, side in sides.items() if f", {DISK}: " in name or name.startswith(SLOW)}
-    meter.measure({name: side for name, side in sides.items() if name not in slow}, scale.runs)
-    # Of files that are written and read whole a first run leaves nothing for a second.
-    cold = {name: side for name, side in slow.items() if name.startswith(f"{SLOW},") or f", {DISK}: " in name}
-    meter.measure(cold, scale.slow_runs, warm_up=False)
-    meter.measure({name: side for name, side in slow.items() if name not in cold}, scale.slow_runs)
+    others = {name: side for name, side in sides.items() if name.startswith(OTHERS)}
+    meter.measure({name: side for name, side in sides.items() if name not in slow | others}, scale.runs)
+    meter.measure(others, scale.few_runs)
+    meter.measure(slow, scale.few_runs, warm_up=False)
     shm.keep(restart.checkpoint_of(folders[SHM] / "restart"))
     return Found(meter.spans, {baseline.name: baseline.moved_bytes for baseline in baselines}, said)
 

@@ -81,6 +81,7 @@ class Scale:
         model: what is moved.
         replica: the model of the DP scale-out; round-robin sends it thrice through one link.
         runs: of each side.
+        replica_runs: of chains and of round-robin, which take longest and differ least from run to run.
         shape: the model of the job whose iterations are timed; None: leave that out.
         iterations: of it.
     """
@@ -93,6 +94,7 @@ class Scale:
     model: Model = MODEL
     replica: Model = REPLICA
     runs: int = 3
+    replica_runs: int = 1
     shape: ModelShape | None = SHAPE
     iterations: int = 5
 
@@ -117,7 +119,7 @@ def run(say: Callable[[str], None], scale: Scale | None = None) -> tuple[str, Se
         f"{scale.nodes} nodes of {scale.per_node} network namespaces, GPT of {scale.model.layers} layers, hidden "
         f"{scale.model.hidden}; device lane/node link of "
         + ", ".join(f"{one.name} {one.device_mbit}/{one.link_mbit} Mbit/s" for one in scale.clusters)
-        + f"; medians of {scale.runs} runs, sides by turns"
+        + f"; medians of {scale.runs} runs, sides by turns, of replicas {scale.replica_runs}"
     )
     if why := obstacle():
         say(f"skipped: {why}")
@@ -169,7 +171,7 @@ def chain_rows(cluster: Cluster, scale: Scale, hosts: Hosts) -> Iterator[Row]:
     before, after = layouts(scale.replica, prev, curr)
     placed = PlacedLayout(before, change.prev_devices)
     chains = make_plan(placed, after, devices=change.devices, topology=topology, group_size=change.curr.tp)
-    seconds = timed(hosts, topology, {"chains": chains, "round-robin": round_robin(chains)}, scale.runs)
+    seconds = timed(hosts, topology, {"chains": chains, "round-robin": round_robin(chains)}, scale.replica_runs)
     case, ours, theirs = f"{cluster.name}, {prev} → {curr}", seconds["chains"], seconds["round-robin"]
     yield Row.of(f"{case}: chains", ours * 1e3, "ms", baseline="round-robin", theirs=theirs * 1e3, most_ratio=1)
     yield from predicted_rows(f"{case}, chains", chains, topology, ours)
