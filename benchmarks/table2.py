@@ -51,9 +51,9 @@ GiB: Final = 2**30
 SHM: Final = "/dev/shm"
 DISK: Final = "disk"
 SLOW: Final = "Megatron"
-"""Of what measures it: both ways, over files and ``dist_checkpointing``."""
+"""How the names of Megatron's two ways begin, over files and by ``dist_checkpointing``."""
 OTHERS: Final = ("joint", ETC)
-"""Of plans other than the one that moves the least."""
+"""How the names of plans begin that are not the one that moves the least."""
 HEADS: Final = 16
 LEAST: Final = {"same host": 10.0, "gloo": 5.0}
 """How many times as fast as the fastest baseline on /dev/shm we want to be, by transport."""
@@ -231,12 +231,14 @@ def measured(
     """Measure all sides of a change that move the whole state; and why the same-host path was left out, if it was."""
     with ExitStack() as stack:
         folders: dict[str, Path] = {}
-        for name, parent in scale.where if slowest else scale.where[:1]:
-            folders[name] = Path(tempfile.mkdtemp(prefix="shardshift-table2-", dir=parent))
-            stack.callback(shutil.rmtree, folders[name], ignore_errors=True)
+        for name, parent in scale.where:
+            if slowest or name == SHM:
+                folders[name] = Path(tempfile.mkdtemp(prefix="shardshift-table2-", dir=parent))
+                stack.callback(shutil.rmtree, folders[name], ignore_errors=True)
+        if slowest:
+            folders[restart.NAME] = folders[SHM] / "restart"
+            folders[restart.NAME].mkdir()
         gate, expected = gate_of(asked.world), digests(asked.ours.curr.layout)
-        kept = folders[SHM] / "restart"
-        kept.mkdir()
 
         def body(rank: Rank) -> Found:
             return _sides(rank, asked, folders, gate, expected, scale)
@@ -247,7 +249,8 @@ def measured(
         if not slowest:
             return times, sorted({line for one in found for line in one.said})
         try:
-            phases = {"save": times.phases[saved]["save"], **restart.restarted(asked.ours, asked.configs[1], kept)}
+            parts = restart.restarted(asked.ours, asked.configs[1], folders[restart.NAME])
+            phases = {"save": times.phases[saved]["save"], **parts}
             times.add(f"{restart.NAME}, {SHM}", phases, times.phase_bytes[saved])
         except (RuntimeError, subprocess.TimeoutExpired) as error:  # the other figures count all the same
             say(f"left out: {asked.case}, {restart.NAME}: {error}")
@@ -308,7 +311,8 @@ def _sides(
     meter.measure({name: side for name, side in sides.items() if name not in slow | others}, scale.runs)
     meter.measure(others, scale.few_runs)
     meter.measure(slow, scale.few_runs, warm_up=False)
-    shm.keep(restart.checkpoint_of(folders[SHM] / "restart"))
+    if restart.NAME in folders:
+        shm.keep(restart.checkpoint_of(folders[restart.NAME]))
     return Found(meter.spans, {baseline.name: baseline.moved_bytes for baseline in baselines}, said)
 
 

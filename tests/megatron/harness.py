@@ -227,7 +227,8 @@ def initialise(scenario: Scenario, job: Job) -> None:
 
 def train_fresh(send: Send, scenario: Scenario, folder: Path, change: int, until: int) -> None:
     """Start in the layout after a change from the oracle's tensors of the state before it, and train on."""
-    records = read_ranks(_folder(folder, change, "before"))
+    # Each process reads what all have written; ``run`` holds the same files to plain values.
+    records = oracle.read_ranks(_folder(folder, change, "before"), weights_only=False)
     adapter = scenario.make()
     name = scenario.changes[change]
     job = start_alone(adapter, name, f"fresh/{change}", records[0]["consumed_samples"])
@@ -236,16 +237,6 @@ def train_fresh(send: Send, scenario: Scenario, folder: Path, change: int, until
         number = 1 + sorted(scenario.changes).index(change)
         oracle.load_rank(job, records, oracle.assemble(records), change=number)
         train_alone(send, change, adapter, job, until)
-
-
-def read_ranks(folder: Path) -> list[dict[str, Any]]:
-    """What ``oracle.read_ranks`` gives, five times as fast: its unpickler, in Python, is for files of anybody.
-
-    For processes that each read what all have written. That a file has plain values alone, ``run`` sees, and the oracle
-    wherever it reads.
-    """
-    files = sorted(folder.glob("rank*.pt"), key=lambda file: int(file.stem[4:]))
-    return [torch.load(file, weights_only=False) for file in files]
 
 
 def start_alone(adapter: Adapter, config: str, name: str, consumed_samples: int = 0) -> Job | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.megatron.harness import read_ranks, start_alone
+from tests.megatron.harness import start_alone
 from tests.megatron.training import Training, corpus_of, make_adapter, optimizer_step, schedule, train_step
 
 from shardshift import ParallelConfig
@@ -165,7 +165,7 @@ def train_afresh(send: Send, recipe: Training, segments: tuple[Segment, ...]) ->
         size = ParallelConfig.parse(segment.layout).world_size
         if int(os.environ["RANK"]) >= size:
             continue
-        records = read_ranks(segment.checkpoint)
+        records = oracle.read_ranks(segment.checkpoint, weights_only=False)
         job = start_alone(adapter, segment.layout, f"{segment.generation}", records[0]["consumed_samples"])
         assert job is not None
         oracle.load_rank(job, records, oracle.assemble(records), change=segment.generation)

@@ -16,17 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.megatron import training as jobs
-from tests.megatron.harness import (
-    Scenario,
-    Send,
-    check,
-    initialise,
-    nothing,
-    open_session,
-    read_ranks,
-    run_processes,
-    walk,
-)
+from tests.megatron.harness import Scenario, Send, check, initialise, nothing, open_session, run_processes, walk
 from tests.megatron.test_refusals import tensors as tensors_of
 from tests.megatron.training import make_adapter, training
 
@@ -135,7 +125,9 @@ def seen(tour: Tour, folder: Path) -> Seen:
             case ("refused", int(iteration), str(wire), bool(same)):
                 found.touched |= not same
                 found.refused.setdefault(iteration, []).append(ShardshiftError.from_wire(wire))
-    found.records = {generation: read_ranks(folder / str(generation)) for generation in found.told}
+    found.records = {
+        generation: oracle.read_ranks(folder / str(generation), weights_only=False) for generation in found.told
+    }
     return found
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from tests.megatron.harness import TIMEOUT_S, Scenario, Send, initialise, open_session, read_ranks, run_processes
+from tests.megatron.harness import TIMEOUT_S, Scenario, Send, initialise, open_session, run_processes
 from tests.megatron.training import Training, optimizer_step, train_step, training
 
 from shardshift import ParallelConfig, Resize, Session, ShardshiftError
@@ -214,7 +214,7 @@ def follow(walk: Walk) -> tuple[dict[int, float], int]:
                         if saved[change, iteration] < ParallelConfig.parse(config).world_size:
                             continue
                         place = folder / f"{change}-{iteration}"
-                        whole = oracle.assemble(read_ranks(place))
+                        whole = oracle.assemble(oracle.read_ranks(place, weights_only=False))
                         shutil.rmtree(place)
                         if last is not None and last[0] == iteration:
                             step = f"change {change}, {walk.path[change - 1]} to {config}"

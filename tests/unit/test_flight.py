@@ -6,7 +6,7 @@ from tests.cases.moves import box, cut, ranks, tensor
 from shardshift.engine.flight import Flight, bind
 from shardshift.engine.journal import Journal
 from shardshift.engine.staging import Arena
-from shardshift.plan import make_plan
+from shardshift.plan import Plan, make_plan
 from shardshift.schedule import DIRECT_BYTES, Forward, Program, compile_programs
 from shardshift.transport import MemoryHub
 from shardshift.values import Layout, PlacedLayout
@@ -16,11 +16,15 @@ LARGE = tensor("large", torch.zeros(4, DIRECT_BYTES // 4))
 SMALL = {of: value for n in range(4) for of, value in tensor(f"small{n}", torch.zeros(8, 6)).items()}
 
 
+def plan_of(before: Layout, after: Layout) -> Plan:
+    devices = tuple(range(after.world_size))
+    return make_plan(PlacedLayout(before, devices[: before.world_size]), after, devices=devices, placement=devices)
+
+
 def flights(
     before: Layout, after: Layout, device: int, *, staging_bytes: int = STAGING_BYTES, verify: bool = False
 ) -> list[Flight]:
-    devices = tuple(range(after.world_size))
-    plan = make_plan(PlacedLayout(before, devices[: before.world_size]), after, devices=devices, placement=devices)
+    plan = plan_of(before, after)
     program: Program = compile_programs(plan, staging_bytes)[device]
     journal = Journal(program, cut(plan.prev, LARGE | SMALL).get(device, {}))
     journal.begin()
@@ -61,11 +65,13 @@ def test_digests_are_taken_message_by_message() -> None:
 def test_a_round_waits_for_rounds_in_flight_that_receive_what_it_forwards() -> None:
     (large,) = LARGE
     whole = [box(large)]
+    before, after = ranks(whole), ranks(*[whole] * 4)
+    programs = compile_programs(plan_of(before, after), 4 * DIRECT_BYTES)
     for device in range(1, 4):
-        found = flights(ranks(whole), ranks(*[whole] * 4), device, staging_bytes=4 * DIRECT_BYTES)
+        rounds, found = programs[device].rounds, flights(before, after, device, staging_bytes=4 * DIRECT_BYTES)
         forwarding = [index for index, flight in enumerate(found) if flight.forwards]
         for index in forwarding:
-            peers = {send.peer for send in found[index].step.sends if isinstance(send, Forward)}
+            peers = {send.peer for send in rounds[index].sends if isinstance(send, Forward)}
             assert found[index].waits_for(found[:index]) == peers
             assert found[index].waits_for([]) == set()
         if forwarding:

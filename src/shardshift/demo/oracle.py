@@ -92,10 +92,15 @@ def save_rank(job: Job, folder: Path, *, settled: bool = True) -> None:
     torch.save(record, folder / f"rank{record['rank']}.pt")
 
 
-def read_ranks(folder: Path) -> list[dict[str, Any]]:
-    """What every rank wrote, in order of ranks."""
+def read_ranks(folder: Path, *, weights_only: bool = True) -> list[dict[str, Any]]:
+    """What every rank wrote, in order of ranks.
+
+    Args:
+        folder: with a file a rank.
+        weights_only: hold the files to plain values. That takes five times as long, as its unpickler is in Python.
+    """
     files = sorted(folder.glob("rank*.pt"), key=lambda file: int(file.stem[4:]))
-    return [torch.load(file, weights_only=True) for file in files]
+    return [torch.load(file, weights_only=weights_only) for file in files]
 
 
 def assemble(records: Sequence[Mapping[str, Any]]) -> Logical:

@@ -24,10 +24,6 @@ from .staging import MOST_IN_FLIGHT, Arena
 
 _LEAST_WAIT_S: Final = 0.001
 
-_FORESEEN_ROUNDS: Final = MOST_IN_FLIGHT
-"""Rounds of an epoch whose messages the transport works out beforehand: those that may be in flight together, whose
-tables there would be at one time in any case. It has the time for later ones while these are on the wire."""
-
 
 @dataclass(slots=True, eq=False)
 class Leg:
@@ -65,7 +61,6 @@ class Flight:
 
     Attributes:
         number: the round's, over all epochs.
-        step: the round.
         copies: its local copies.
         arriving: messages to receive.
         leaving: messages to send.
@@ -78,7 +73,6 @@ class Flight:
     """
 
     number: int
-    step: Round
     copies: Copies
     arriving: list[Leg]
     leaving: list[Leg]
@@ -89,8 +83,6 @@ class Flight:
 
     def waits_for(self, earlier: Iterable[Flight]) -> set[int]:
         """The peers to whom something goes that rounds in flight receive."""
-        if not self.forwards:
-            return set()
         numbers = {flight.number for flight in earlier}
         return {peer for peer, number in self.forwards.items() if number in numbers}
 
@@ -123,24 +115,26 @@ def bind(
     flights: list[Flight] = []
     recent: deque[tuple[int, Round]] = deque(maxlen=MOST_IN_FLIGHT)
     for number, (step, (arriving, leaving)) in enumerate(zip(rounds, bound, strict=True), first):
-        forwards = _forwards(step, recent)
+        forwards = [send for send in step.sends if isinstance(send, Forward)]
+        latest = _latest(forwards, recent)
         recent.append((number, step))
-        come, go = list(_legs(arriving, alone=verify)), list(_legs(leaving, alone=verify or _sends_on(step)))
-        flight = Flight(number, step, Copies.of(step.copies, live), come, go, forwards, after.get(number, -1))
+        come, go = list(_legs(arriving, alone=verify)), list(_legs(leaving, alone=verify or bool(forwards)))
+        flight = Flight(number, Copies.of(step.copies, live), come, go, latest, after.get(number, -1))
         for place, bounds in ((0, leaving), (1, arriving)):
             for one in bounds:
                 flight.links.setdefault(one.parcel.peer, [0, 0])[place] += one.parcel.nbytes
         flights.append(flight)
     if isinstance(transport, Foresees):
-        for both in bound[:_FORESEEN_ROUNDS]:
+        # Of rounds that may be in flight together, whose tables there would be at one time in any case. The transport
+        # has the time for later ones while these are on the wire.
+        for both in bound[:MOST_IN_FLIGHT]:
             for one in (one for one_way in both for one in one_way):
                 one.foresee(transport)
     return flights
 
 
-def _forwards(step: Round, recent: Iterable[tuple[int, Round]]) -> dict[int, int]:
-    """See ``Flight.forwards``; ``recent`` are rounds before this one, with their numbers."""
-    forwards = [send for send in step.sends if isinstance(send, Forward)]
+def _latest(forwards: Sequence[Forward], recent: Iterable[tuple[int, Round]]) -> dict[int, int]:
+    """See ``Flight.forwards``; ``recent`` are rounds before theirs, with their numbers."""
     if not forwards:
         return {}
     sources = {forward.source for forward in forwards}
@@ -155,10 +149,6 @@ def _forwards(step: Round, recent: Iterable[tuple[int, Round]]) -> dict[int, int
             if number > found.get(forward.peer, -1) and region.intersect(forward.piece.region):
                 found[forward.peer] = number
     return found
-
-
-def _sends_on(step: Round) -> bool:
-    return any(isinstance(send, Forward) for send in step.sends)
 
 
 def _stage(

@@ -302,11 +302,9 @@ class Bound:
 
     def foresee(self, transport: Foresees) -> None:
         """Let the transport work the message out now, unless it is one that is written out when it is posted."""
-        parts = [view for run in self.views for view in run]
-        if self._message is None and any(view.is_conj() or view.is_neg() for view in parts):
+        if self._message is None and any(view.is_conj() or view.is_neg() for run in self.views for view in run):
             return
-        message = self._message or Message(self.parcel.peer, tuple(parts))
-        self._message = transport.foresee(message, arrives=self._arrives)
+        self._message = transport.foresee(self.message(), arrives=self._arrives)
 
     def pack(self) -> None:
         """Write the parts into the payload, if they have one that is not their own memory."""

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from .probe import Link, MemoryReader, connect_links, why_not
 from .process_group import device_ids
 from .protocol import Message, Pending, Transport, TransportError
 from .wires import Arrival, Departure, Ticket, Wire
+
+Work = TypeVar("Work", Arrival, Departure)
 
 _JOIN_S = 10.0
 
@@ -191,9 +194,9 @@ class _Worker:
 
         def start() -> None:
             for message in recvs:
-                self._awake(message.peer).ask(_arrival(message), ticket)
+                self._stir(message.peer).ask(_worked_out(message, Arrival), ticket)
             for message in sends:
-                self._awake(message.peer).give(_departure(message), ticket)
+                self._stir(message.peer).give(_worked_out(message, Departure), ticket)
 
         self._order(start)
         return ticket
@@ -253,13 +256,12 @@ class _Worker:
             if fd == self._waker:
                 os.eventfd_read(self._waker)
             elif (of := self._by_fd.get(fd)) is not None:  # else broken a moment ago
-                self._stirred[of.link.peer] = of
-                self._on(of, Wire.hear)
+                self._on(self._stir(of.link.peer), Wire.hear)
                 if fd == of.link.pidfd:  # what it has said before it ended counted
                     self._break(of, "its process has ended")
 
-    def _awake(self, peer: int) -> Wire:
-        """A wire that is given something to do."""
+    def _stir(self, peer: int) -> Wire:
+        """A wire that may have something due from now on."""
         wire = self._stirred[peer] = self._wires[peer]
         return wire
 
@@ -286,13 +288,8 @@ class _Worker:
             wire.fail(fault)
 
 
-def _departure(message: Message) -> Departure:
-    if isinstance(message, _Foreseen) and isinstance(message.work, Departure):
+def _worked_out(message: Message, way: type[Work]) -> Work:
+    """A message as a wire takes it: as it was foreseen, or made now."""
+    if isinstance(message, _Foreseen) and isinstance(message.work, way):
         return message.work
-    return Departure(message)
-
-
-def _arrival(message: Message) -> Arrival:
-    if isinstance(message, _Foreseen) and isinstance(message.work, Arrival):
-        return message.work
-    return Arrival(message)
+    return way(message)
