@@ -361,6 +361,24 @@ def parameters_and_scalars_are_parts_like_others(end: End) -> None:
         assert torch.equal(turned, values.t())
 
 
+def parts_may_have_been_made_in_inference_mode(end: End) -> None:
+    wanted = pattern(3, 4000).view(1000, 4)
+    with torch.inference_mode():
+        rows = torch.zeros(1000, 7, dtype=torch.uint8)
+        if end.device == IDS[0]:
+            rows[:, 2:6] = wanted
+    if end.device == IDS[0]:
+        end.exchange([Message(IDS[1], (rows[:, 2:6],))], [])
+        end.exchange([Message(IDS[1], (wanted,))], [])
+    elif end.device == IDS[1]:
+        end.exchange([], [Message(IDS[0], (rows[:, 2:6],))])
+        assert torch.equal(rows[:, 2:6], wanted)
+        with torch.inference_mode():
+            other = torch.zeros(1000, 9, dtype=torch.uint8)
+            end.exchange([], [Message(IDS[0], (other[:, 5:],))])
+        assert torch.equal(other[:, 5:], wanted)
+
+
 def closing_twice_is_fine_and_posting_afterwards_is_an_error(end: End) -> None:
     end.meet("close")
     end.transport.close()
@@ -441,6 +459,7 @@ VIEWS: Final[dict[str, Callable[[End], None]]] = {
         what_was_foreseen_is_sent_as_it_is_when_it_is_posted,
         thousands_of_small_parts_make_up_one_message,
         parameters_and_scalars_are_parts_like_others,
+        parts_may_have_been_made_in_inference_mode,
     )
 }
 FLAT: Final[dict[str, Callable[[End], None]]] = {

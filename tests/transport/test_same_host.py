@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from shardshift.transport import (
     connect,
     probe,
 )
+from shardshift.transport.offers import Bounces
+from shardshift.transport.wires import Arrival, Departure, Ticket, Wire
 from shardshift.values import PeerLost
 
 CYCLES, SETTLED = 50, 10
@@ -135,6 +138,112 @@ def test_memory_that_the_sender_has_given_back_is_an_error(pair: list[SameHostTr
     libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
     with pytest.raises(TransportError, match="cannot be read: process_vm_readv: EFAULT"):
         pair[1].post([], [Message.flat(4, target)]).complete(LONG_S)
+
+
+def test_an_end_that_is_closed_is_closed_though_a_forked_process_holds_its_socket(
+    pair: list[SameHostTransport],
+) -> None:
+    """A loader's worker, say. What is read after that may be anything."""
+    source, target = pattern(1, 1 << 20), room(1 << 20)
+    giving = pair[0].post([Message.flat(9, source)], [])
+    worker = pair[0]._worker
+    assert worker is not None
+    held = os.dup(worker._wires[9].link.socket.fileno())
+    pair[0].close()
+    source.fill_(99)
+    with pytest.raises(TransportError, match="device 9 with device 4: it has closed its end"):
+        pair[1].post([], [Message.flat(4, target)]).complete(LONG_S)
+    with pytest.raises(TransportError, match="was closed"):
+        giving.complete(LONG_S)
+    os.close(held)
+
+
+@pytest.fixture
+def wires() -> Iterator[tuple[Wire, Wire]]:
+    """Both ends of a link within this process, and nobody else who serves them."""
+    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ends = []
+    for device, peer, end in zip((4, 9), (9, 4), sockets, strict=True):
+        end.setblocking(False)
+        link = probe.Link(peer, os.getpid(), os.pidfd_open(os.getpid()), end)
+        ends.append(Wire(device, link, probe.MemoryReader(), Bounces()))
+    yield ends[0], ends[1]
+    for one in ends:
+        one.fail("the test is over")
+
+
+def landed_behind_a_full_socket(giving: Wire, taking: Wire) -> tuple[Ticket, int]:
+    """A message whose bytes have landed, but whose acknowledgement has no room; and how much is in its way."""
+    source, target, sent, received = pattern(1, 1 << 20), room(1 << 20), Ticket(1), Ticket(1)
+    giving.give(Departure(Message.flat(9, source)), sent)
+    giving.step()
+    taking.ask(Arrival(Message.flat(4, target)), received)
+    packets = 0
+    with suppress(BlockingIOError):
+        while True:
+            taking.link.socket.send(bytes(1000))
+            packets += 1
+    taking.hear()
+    taking.step()
+    assert torch.equal(target, source)
+    assert taking.blocked
+    return received, packets
+
+
+def test_a_message_is_complete_only_when_its_acknowledgement_is_on_its_way(wires: tuple[Wire, Wire]) -> None:
+    """The sender may have given up while its memory was read, which only an acknowledgement finds out."""
+    received, packets = landed_behind_a_full_socket(*wires)
+    assert not received.done.is_set()
+    for _ in range(packets):
+        wires[0].link.socket.recv(1000)
+    assert wires[1].due
+    wires[1].step()
+    assert received.done.is_set()
+    assert not received.fault
+
+
+def test_a_message_whose_acknowledgement_nobody_takes_has_failed(wires: tuple[Wire, Wire]) -> None:
+    received, _ = landed_behind_a_full_socket(*wires)
+    wires[0].fail("it has other things to do")
+    with pytest.raises(TransportError, match="it has given up: it has other things to do"):
+        wires[1].hear()
+    wires[1].fail("it is gone")
+    assert received.fault == "device 9 with device 4: it is gone"
+
+
+def test_why_an_end_gives_up_is_said_at_the_other(
+    pair: list[SameHostTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lost the right to be read sees no fault of its own."""
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "process_vm_readv: EPERM")
+
+    monkeypatch.setattr(probe.MemoryReader, "read", refuse)
+    giving = pair[0].post([Message.flat(9, room(1 << 20))], [])
+    why = "the memory of device 4 cannot be read: process_vm_readv: EPERM"
+    with pytest.raises(TransportError, match=f"device 9 with device 4: {why}"):
+        pair[1].post([], [Message.flat(4, room(1 << 20))]).complete(LONG_S)
+    with pytest.raises(TransportError, match=f"device 4 with device 9: it has given up: {why}"):
+        giving.complete(LONG_S)
+
+
+def test_a_message_that_cannot_be_worked_out_is_an_error_at_both_ends(
+    pair: list[SameHostTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    giving = pair[0].post([Message.flat(9, room(1 << 20))], [])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError("no room for a table")
+
+    monkeypatch.setattr("shardshift.transport.wires.segments", refuse)
+    why = "MemoryError: no room for a table"
+    with pytest.raises(TransportError, match=why):
+        pair[1].post([], [Message.flat(4, room(1 << 20))]).complete(LONG_S)
+    with pytest.raises(TransportError, match=f"device 4 with device 9: it has given up: {why}"):
+        giving.complete(LONG_S)
+    with pytest.raises(TransportError, match=why):
+        pair[1].post([], [Message.flat(4, room(1))])
 
 
 def test_a_message_to_a_peer_that_cannot_be_read_goes_over_the_inner_transport() -> None:

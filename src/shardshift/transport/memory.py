@@ -258,7 +258,7 @@ class _PendingRound:
             self.complete(timeout_s)
 
     def complete(self, timeout_s: float) -> None:
-        with torch.no_grad():
+        with torch.inference_mode():
             self._hub._complete(self._device, self._sent, self._asked, timeout_s)
 
 
@@ -281,7 +281,7 @@ def _checksum(parts: Sequence[torch.Tensor]) -> int:
 
 
 def _poison(parts: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
+    with torch.inference_mode():
         for part in parts:
             if part.is_contiguous():
                 byte_view(part).fill_(POISON)

@@ -62,7 +62,9 @@ class Link:
     socket: socket.socket
 
     def close(self) -> None:
-        """Give back both descriptors."""
+        """Give back both descriptors, and let the peer know: what a process has forked holds the socket open, too."""
+        with suppress(OSError):  # the peer has gone before
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
         os.close(self.pidfd)
 

@@ -193,10 +193,16 @@ class _Worker:
         ticket = Ticket(len(sends) + len(recvs))
 
         def start() -> None:
-            for message in recvs:
-                self._stir(message.peer).ask(_worked_out(message, Arrival), ticket)
-            for message in sends:
-                self._stir(message.peer).give(_worked_out(message, Departure), ticket)
+            try:
+                for message in recvs:
+                    self._stir(message.peer).ask(_worked_out(message, Arrival), ticket)
+                for message in sends:
+                    self._stir(message.peer).give(_worked_out(message, Departure), ticket)
+            except Exception as error:  # their order says which is which, so no message may be left out of it
+                fault = f"{type(error).__name__}: {error}"
+                for message in (*recvs, *sends):
+                    self._break(self._wires[message.peer], fault)
+                ticket.fail(f"device {self._device}: {fault}")
 
         self._order(start)
         return ticket
@@ -210,7 +216,7 @@ class _Worker:
                     self._break(wire, fault)
 
         self._order(give_up)
-        if not ticket.done.wait(_JOIN_S):
+        if not ticket.done.wait(_JOIN_S if self._thread.is_alive() else 0.0):
             ticket.fail(f"device {self._device}: {fault}")
 
     def stop(self) -> None:
@@ -229,9 +235,10 @@ class _Worker:
         os.eventfd_write(self._waker, 1)
 
     def _run(self) -> None:
-        fault = "the transport was closed"
+        fault = ""
         try:
-            with torch.no_grad():  # a thread has a mode of its own, and parts may be parameters
+            # A thread has a mode of its own. Parts may be parameters, and may have been made in inference mode.
+            with torch.inference_mode():
                 while not self._stopping:
                     self._turn()
         except BaseException as error:  # of ours: whoever waits must hear of it
@@ -239,7 +246,7 @@ class _Worker:
             raise
         finally:
             for wire in self._wires.values():
-                wire.fail(fault)
+                wire.fail(fault or "the transport was closed", tell=bool(fault))
             while self._orders:
                 self._orders.popleft()()
 

@@ -9,6 +9,9 @@
 
 An acknowledgement that cannot be sent means that the sender is gone, and what was read from it may be anything: so a
 message is complete only after its last acknowledgement was sent and the sender's process was seen alive after that.
+Where the socket has no room for the acknowledgement, the message waits for that, landed and not complete.
+
+Whoever gives up says why, if there is room, so that the error at the other end is not only that this one is gone.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import select
 import struct
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -35,7 +39,8 @@ _SCRATCH_BYTES: Final = 1 << 18
 _ACKS_TOGETHER: Final = WINDOW // 4
 
 _HEAD: Final = struct.Struct("<IIQQ")  # what, how many (runs or acknowledgements), bytes, bytes of the whole message
-_RUNS, _INLINE, _ACK = 1, 2, 3
+_RUNS, _INLINE, _ACK, _FAULT = 1, 2, 3, 4
+_FAULT_BYTES: Final = 1000
 
 _Packet: TypeAlias = list[Any]  # buffers
 
@@ -152,6 +157,7 @@ class Wire:
         self.link, self.fault = link, ""
         self._device, self._reader, self._bounces = device, reader, bounces
         self._asked: deque[Arrival] = deque()
+        self._landed: deque[Arrival] = deque()  # but for the acknowledgement, which may wait for room
         self._given: deque[Departure] = deque()
         self._open: deque[tuple[Departure, torch.Tensor | None]] = deque()  # offers that are not acknowledged yet
         self._inbox: deque[tuple[int, int, int, int, bytes]] = deque()
@@ -192,7 +198,7 @@ class Wire:
         """Take all packets that have come.
 
         Raises:
-            TransportError: if the peer has closed its end.
+            TransportError: if the peer has closed its end, or given up.
             OSError: if the socket is broken.
         """
         while True:
@@ -200,9 +206,14 @@ class Wire:
                 size = self.link.socket.recv_into(self._buffer)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # it did not read all that came, which is said once, and before what it has sent
             if not size:
                 raise TransportError("it has closed its end, or its process has ended")
             what, count, nbytes, whole = _HEAD.unpack_from(self._buffer)
+            if what == _FAULT:
+                why = self._buffer[_HEAD.size : size].decode(errors="replace")
+                raise TransportError(f"it has given up: {why}")
             if what != _ACK:
                 self._inbox.append((what, count, nbytes, whole, bytes(self._buffer[_HEAD.size : size])))
                 continue
@@ -236,19 +247,32 @@ class Wire:
         more = bool(self._inbox and self._asked)
         if self._acks and (self._acks >= _ACKS_TOGETHER or not more):
             self._acknowledge()
+        if self._landed and not self._out:
+            if self._alive.poll(0):
+                raise TransportError("its process has ended")
+            while self._landed:
+                self._landed.popleft().ticket.ended()
         return more
 
-    def fail(self, fault: str) -> None:
-        """Give up: every open message fails, descriptors are closed."""
+    def fail(self, fault: str, *, tell: bool = True) -> None:
+        """Give up: every open message fails, descriptors are closed.
+
+        Args:
+            fault: why; it does not name the peer, who may be told.
+            tell: whether the peer is told.
+        """
         if self.fault:
             return
+        if tell:
+            with suppress(OSError):  # it may be gone, or its socket full
+                self.link.socket.sendmsg([_HEAD.pack(_FAULT, 0, 0, 0), fault.encode()[:_FAULT_BYTES]])
         self.fault = f"device {self._device} with device {self.link.peer}: {fault}"
         for ticket in self._tickets():
             ticket.fail(self.fault)
         for _, bounce in self._open:
             if bounce is not None:
                 self._bounces.give(bounce)
-        for queue in (self._asked, self._given, self._open, self._inbox, self._out):
+        for queue in (self._asked, self._landed, self._given, self._open, self._inbox, self._out):
             queue.clear()
         self.link.close()
 
@@ -258,7 +282,7 @@ class Wire:
 
     def _tickets(self) -> list[Ticket]:
         leaving = (*self._given, *(departure for departure, _ in self._open))
-        return [one.ticket for one in self._asked] + [one.ticket for one in leaving]
+        return [one.ticket for one in (*self._asked, *self._landed)] + [one.ticket for one in leaving]
 
     def _offer(self, departure: Departure) -> bool:
         """Offer what is ahead of a message; whether there was room for it."""
@@ -294,18 +318,19 @@ class Wire:
             try:
                 got = self._reader.read(pid, room.peek(step), source.peek(step))
             except OSError as error:
-                raise TransportError(f"its memory cannot be read: {error.strerror}") from error
+                raise TransportError(f"{self._unreadable}: {error.strerror}") from error
             if not got:
-                raise TransportError("its memory cannot be read: nothing came")
+                raise TransportError(f"{self._unreadable}: nothing came")
             arrival.advance(got)
             source.advance(got)
         self._acks += 1
         if not arrival.left_bytes:
             self._acknowledge()
-            if self._alive.poll(0):
-                raise TransportError("its process has ended")
-            self._asked.popleft()
-            arrival.ticket.ended()
+            self._landed.append(self._asked.popleft())
+
+    @property
+    def _unreadable(self) -> str:
+        return f"the memory of device {self.link.peer} cannot be read"
 
     def _acknowledge(self) -> None:
         acks, self._acks = self._acks, 0
