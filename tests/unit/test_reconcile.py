@@ -8,7 +8,8 @@ import pytest
 import torch
 from tests.unit.together import together
 
-from shardshift.engine import Mover, names_of
+from shardshift.engine import Mover, attempt, names_of
+from shardshift.engine.readiness import Policy
 from shardshift.values import Infeasible, Kind, Layout, Mismatch, PlacedLayout, Region, Shard, Tensor
 
 NORM = Tensor(Kind.PARAM, "norm.weight", (4,), "float32", 4)
@@ -143,13 +144,30 @@ def test_what_is_one_tensor_under_two_names_stays_one(way: Any) -> None:
     assert together((0, 1, 2), work) == {0: expected, 1: expected, 2: expected}
 
 
-def test_a_release_empties_the_callers_own_mapping() -> None:
-    """Who still held the old tensors would keep their memory."""
+def test_a_release_empties_the_callers_own_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who still held the old tensors would keep their memory. So it is where nothing differs, and where auto chooses."""
+    monkeypatch.setattr(attempt, "available_bytes", lambda devices: 0)
+
+    cases: tuple[tuple[float, Policy], ...] = ((3.0, "release"), (1.0, "release"), (3.0, "auto"), (1.0, "auto"))
 
     def work(mover: Mover) -> Any:
-        state = state_of(mover.device, TP2, (1.0, 3.0)[mover.device])
-        found = mover.move(TP2, TP1, state, differing="first", policy="release")
-        assert state == {}
-        return {name: float(tensor.float().sum()) for name, tensor in found.items()}
+        found = []
+        for norm, policy in cases:
+            state = state_of(mover.device, TP2, (1.0, norm)[mover.device])
+            moved = mover.move(TP2, TP1, state, differing="first", policy=policy, may_release=True)
+            assert state == {}, (norm, policy)
+            found.append({name: float(tensor.float().sum()) for name, tensor in moved.items()})
+        return found
 
-    assert together((0, 1), work) == {0: {"norm.weight": 4.0, "half.weight": 2.0, "matrix": 66.0}, 1: {}}
+    once = {"norm.weight": 4.0, "half.weight": 2.0, "matrix": 66.0}
+    assert together((0, 1), work) == {0: [once] * 4, 1: [{}] * 4}
+
+
+def test_what_is_moved_in_inference_mode_can_train_afterwards() -> None:
+    def work(mover: Mover) -> Any:
+        with torch.inference_mode():
+            found = mover.move(TP2, TP1, state_of(mover.device, TP2, 1.0), policy="keep")
+        return {name: tensor.is_inference() for name, tensor in found.items()}
+
+    # What stays is the very tensor that was given, which was made in that mode.
+    assert together((0, 1), work) == {0: {"norm.weight": True, "half.weight": True, "matrix": False}, 1: {}}

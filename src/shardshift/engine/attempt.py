@@ -6,7 +6,7 @@ Its records lie in the store under a name of its own, so what an earlier attempt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -200,13 +200,13 @@ class Attempt:
         if suspects := differing({device: record["copies"] for device, record in records.items()}):
             refuse_differing(self._settle("copies", to_record(**copies.details(live, suspects)), "agree"))
 
-    def carry_out(self, agreed: Agreed, state: MutableMapping[str, torch.Tensor]) -> dict[Shard, torch.Tensor]:
+    def carry_out(self, agreed: Agreed, held: Sequence[MutableMapping[str, torch.Tensor]]) -> dict[Shard, torch.Tensor]:
         """Move and commit.
 
         Args:
             agreed: what to do. Under ``release`` nobody else may hold the tensors that ``agree`` was given, and the
                 mapping is emptied on the way.
-            state: the same by name; emptied at once under ``release``.
+            held: mappings in which they are, too; emptied at once under ``release``.
 
         Raises:
             PeerLost: if a device is gone.
@@ -218,7 +218,8 @@ class Attempt:
         schedule, journal = agreed.schedule, agreed.move.journal
         try:
             if schedule.policy == "release":
-                state.clear()
+                for state in held:
+                    state.clear()
             return self._run(agreed)
         except BaseException as error:  # an interrupt from the keyboard, too, leaves what to resume from
             if schedule.policy == "release":

@@ -220,13 +220,9 @@ class Mover:
                 ``release`` it is in the error's ``journal``, for ``resume``.
         """
         check_way(differing)
+        given = state
         if differing != "error":
-            one = reconciled(self, lambda: self._placed(prev, lost), state, differing, lost)
-            if policy == "release":  # the caller's mapping is what is emptied, and nobody else may hold what was in it
-                state.clear()
-                state.update(one)
-            else:
-                state = one
+            state = reconciled(self, lambda: self._placed(prev, lost), state, differing, lost)
         attempt = self._attempt(policy, may_release=may_release, verify=verify, compare_copies=compare_copies)
         with self._line.watch.peers():
             sources: dict[Shard, torch.Tensor] = {}
@@ -248,9 +244,9 @@ class Mover:
                 self.generation, self.plan = self.generation + 1, None
                 found = dict(state)
                 if policy == "release":
-                    state.clear()  # as where something moves
+                    given.clear()  # as where something moves
                 return found
-            return self._finish(attempt, attempt.agree(plan, sources), state)
+            return self._finish(attempt, attempt.agree(plan, sources), (given, state))
 
     def place(
         self,
@@ -335,7 +331,7 @@ class Mover:
             raise
         left.journal.hand_over()
         with self._line.watch.peers():
-            state = self._finish(attempt, agreed, {}, left.tied)
+            state = self._finish(attempt, agreed, (), left.tied)
         left.tie(names_of(agreed.schedule.plan.curr.shards_on(self.device)), state)
         return Resumed(direction, agreed.schedule.plan.curr, state)
 
@@ -355,11 +351,11 @@ class Mover:
         self,
         attempt: Attempt,
         agreed: Agreed,
-        state: MutableMapping[str, torch.Tensor],
+        held: Sequence[MutableMapping[str, torch.Tensor]],
         tied: Ties = (),
     ) -> dict[str, torch.Tensor]:
         try:
-            targets = attempt.carry_out(agreed, state)
+            targets = attempt.carry_out(agreed, held)
         except BaseException as error:
             interrupted = getattr(error, "journal", None)
             if isinstance(interrupted, Interrupted):

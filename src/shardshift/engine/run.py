@@ -116,6 +116,13 @@ def _collector_off() -> Iterator[None]:
         gc.enable()
 
 
+@contextmanager
+def _no_record() -> Iterator[None]:
+    """Without autograd, and not in inference mode: what is made there could never train."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class Move:
     """A move on one device, in two steps: ``prepare``, then ``run``. Arguments are those of ``run_program``.
 
@@ -154,7 +161,7 @@ class Move:
             Mismatch: if a live tensor, or a new one, is not what its shard says.
         """
         if self._ahead is None:
-            with torch.no_grad(), _collector_off():
+            with _no_record(), _collector_off():
                 self.journal.begin()
                 self._ahead = self._bind(0) if self._program.epochs else deque()
 
@@ -163,7 +170,7 @@ class Move:
         self.prepare()
         journal, epochs, device = self.journal, self._program.epochs, self._program.device
         try:
-            with torch.no_grad():
+            with _no_record():
                 for index in range(len(epochs)):
                     with _collector_off():
                         if index:
