@@ -89,7 +89,6 @@ CASES: Final = (
     Case("mixed", "pp4", "pp2tp2"),
     Case("PP", "pp4", "pp8", contiguous=True),
     Case("TP", "tp4", "tp8"),
-    Case("DP", "pp4", "pp4dp2", contiguous=True),
     Case("mixed", "pp4tp2", "pp2tp4"),
 )
 

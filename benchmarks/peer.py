@@ -47,9 +47,7 @@ class Scale:
     shape: ModelShape = SHAPE
     cases: tuple[tuple[str, str, str], ...] = (
         ("TP", "tp2dp2", "tp4"),
-        ("TP", "tp4", "tp2dp2"),
         ("PP", "pp2dp2", "pp4"),
-        ("PP", "pp4", "pp2dp2"),
         ("mixed", "pp2tp2", "pp4"),
         ("mixed", "pp4", "tp4"),
     )

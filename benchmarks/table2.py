@@ -52,8 +52,8 @@ SHM: Final = "/dev/shm"
 DISK: Final = "disk"
 SLOW: Final = "Megatron"
 """How the names of Megatron's two ways begin, over files and by ``dist_checkpointing``."""
-OTHERS: Final = ("joint", ETC)
-"""How the names of plans begin that are not the one that moves the least."""
+OTHERS: Final = ("joint", ETC, "whole")
+"""How the names of plans begin that are not the one that moves the least, and of ``Mover.move`` as a whole."""
 HEADS: Final = 16
 LEAST: Final = {"same host": 10.0, "gloo": 5.0}
 """How many times as fast as the fastest baseline on /dev/shm we want to be, by transport."""
@@ -75,7 +75,7 @@ class Scale:
         once: the first so many changes for which is measured what takes long and is much alike for all: checkpoints on
             disk, and a restart, of which most is imports.
         few_runs: of those that no goal hangs on: both of Megatron's ways and what is on disk, the slowest, which are
-            not run once untimed before; and plans other than ours.
+            not run once untimed before; plans other than ours, and all of ``Mover.move``.
         where: folders for checkpoints, by what they are called. On disk there is one baseline.
     """
 
@@ -219,8 +219,8 @@ def run(say: Callable[[str], None], scale: Scale | None = None) -> tuple[str, Se
     described = (
         f"GPT of hidden {scale.hidden} in place of 3072 (1/{(3072 // scale.hidden) ** 2} of a layer), the paper's "
         f"layers and configurations, {state_bytes / GiB:.2f} GiB of state, up to {most} processes of one thread; "
-        f"medians of {scale.runs} runs, sides by turns; on disk, of Megatron's ways and of other plans, "
-        f"{scale.few_runs}, a restart 1; ours from the agreement on"
+        f"medians of {scale.runs} runs, sides by turns; on disk, of Megatron's ways, of other plans and of all of "
+        f"Mover.move {scale.few_runs}, a restart 1; ours from the agreement on"
     )
     return described, sorted(rows, key=lambda row: row.goal is None)
 
