@@ -27,7 +27,7 @@ from shardshift.elastic import die_with_parent
 from shardshift.engine import Event, Interrupted, Mover, names_of
 from shardshift.engine.events import FencePassed, PhaseBegan, RoundEnded
 from shardshift.models import Catalogue, Model
-from shardshift.transport import Message, Pending, Transport, connect
+from shardshift.transport import Message, Pending, SameHostTransport, Transport, connect
 from shardshift.values import Infeasible, Layout, PeerLost, PlacedLayout, Region, Shard, ShardshiftError, StateLost
 
 TIMEOUT_S: Final = 5.0
@@ -78,17 +78,19 @@ class Fault:
     """What happens to whom.
 
     Attributes:
-        victim: the device.
+        victim: the device; -1: nothing happens.
         place: ``round``: after its round of that number; ``post``: right after it has posted so many batches of
             messages; ``fence``: before it comes to that fence; ``passed``: after that fence.
         number: which.
         stops: whether it is stopped, and not killed.
+        transport: over which the job moves: ``gloo``, or ``same-host``, where a rank may go while it is read from.
     """
 
     victim: int
     place: str
     number: int
     stops: bool = False
+    transport: str = "gloo"
 
 
 @dataclass
@@ -123,6 +125,7 @@ class Victim:
         self.seen: Counter[str] = Counter()
         self._fault = fault if fault is not None and fault.victim == device else None
         self._struck = struck
+        self._kind = "gloo" if fault is None else fault.transport
 
     def reach(self, place: str) -> None:
         """The device is at a place of this kind once more."""
@@ -147,7 +150,8 @@ class Victim:
 
     def wires(self, store: dist.Store, device: int, devices: Sequence[int]) -> Transport:
         """A transport that tells of what is posted."""
-        return _Told(connect(store, device, devices, MEETING.total_seconds(), kind="gloo"), self)
+        made = connect(store, device, devices, MEETING.total_seconds(), kind=self._kind)
+        return _ToldAhead(made, self) if isinstance(made, SameHostTransport) else _Told(made, self)
 
 
 class _Told:
@@ -170,6 +174,17 @@ class _Told:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class _ToldAhead(_Told):
+    """The same, of one that foresees."""
+
+    def __init__(self, inner: SameHostTransport, victim: Victim) -> None:
+        super().__init__(inner, victim)
+        self._near = inner
+
+    def foresee(self, message: Message, *, arrives: bool) -> Message:
+        return self._near.foresee(message, arrives=arrives)
 
 
 def accounts_of(case: Case, fault: Fault | None) -> tuple[dict[int, Account], dict[int, Counter[str]], float]:

@@ -5,7 +5,7 @@ itself (SIGKILL) or stops (SIGSTOP) at a place: after one of its rounds, in the 
 a message), before or after a fence, before the commit. The survivors tell what they raised and when, go on without it
 (``Mover.exclude``), under ``release`` bring the state into a layout again (``Mover.resume``), under ``keep`` move it to
 the new one from the replicas; and hold every element against what it was. What is lost is held against masks of what
-the survivors hold, element by element, which know nothing of plans.
+the survivors hold, element by element, which know nothing of plans. Jobs move over gloo and within the host by turns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, Final, TypeVar
@@ -40,6 +40,7 @@ EVERY: Final = 8
 """Of a job of ``MANY`` processes every eighth place is tried: it has as many as all smaller ones together."""
 SINGLE: Final = 3
 """Where bytes have one holder, every third place is tried."""
+TRANSPORTS: Final = ("gloo", "same-host")
 MOST_SAID: Final = 4
 LINE: Final = 200
 
@@ -85,11 +86,9 @@ def run(
     rows: list[Row] = []
     for case in cases:
         began_s = time.monotonic()
-        (faults,) = _apart([partial(faults_of, case)], 1)
+        (faults,) = _apart([partial(chosen, case)], 1)
         if most is not None:
             faults = faults[:: -(-len(faults) // most)]
-        else:
-            faults = faults[:: EVERY if case.devices >= MANY else 1 if case.redundant else SINGLE]
         verdicts = _apart([partial(trial, case, fault) for fault in faults], max(PROCESSES // case.devices, 1))
         rows += rows_of(case, verdicts)
         ways = Counter(verdict.way for verdict in verdicts)
@@ -104,10 +103,11 @@ def run(
             rows += repeat_rows(transport, one_shot, _apart([partial(repeated, transport, one_shot=one_shot)], 1)[0])
         say(f"{MOVES} moves over {transport}, by one mover and by reshard: done")
     scale = (
-        f"GPT of {MODEL.layers} layers with moments over gloo, 4 or 8 processes, timeout {TIMEOUT_S:g} s; every device "
-        "the victim at each of its rounds (killed; stopped; killed in the middle), before and after each fence "
-        f"(with {MANY} processes at each {EVERY}th of these places, with single holders at each {SINGLE}rd); "
-        f"{PROCESSES} processes at a time on one machine; and {MOVES} moves in a row, of 4 processes, by both policies"
+        f"GPT of {MODEL.layers} layers with moments, over gloo and within the host by turns, 4 or 8 processes, timeout "
+        f"{TIMEOUT_S:g} s; every device the victim at each of its rounds (killed; stopped; killed in the middle), "
+        f"before and after each fence (with {MANY} processes at each {EVERY}th of these places, with single holders at "
+        f"each {SINGLE}rd); {PROCESSES} processes at a time on one machine; and {MOVES} moves in a row, of 4 "
+        "processes, by both policies"
     )
     return scale, rows
 
@@ -129,17 +129,28 @@ def repeat_rows(transport: str, one_shot: bool, found: Sequence[Sequence[Open]])
     yield Row.of(f"{what}: memory a move", max(slope_kib(one) for one in found), "KiB", most=102.4)
 
 
-def faults_of(case: Case) -> list[Fault]:
+def chosen(case: Case) -> list[Fault]:
+    """The faults that are tried: at every place, or some of them, over one transport or the other."""
+    step = EVERY if case.devices >= MANY else 1 if case.redundant else SINGLE
+    found = []
+    for number, transport in enumerate(TRANSPORTS):
+        tried = faults_of(case, transport)[::step]
+        # By twos, since what is killed at a place is stopped there next.
+        found += [fault for index, fault in enumerate(tried) if index // 2 % len(TRANSPORTS) == number]
+    return found
+
+
+def faults_of(case: Case, transport: str) -> list[Fault]:
     """Every place of every device, as a run without faults has them.
 
     Raises:
         RuntimeError: if that run fails.
     """
-    accounts, seen, _ = accounts_of(case, None)
+    accounts, seen, _ = accounts_of(case, Fault(-1, "none", 0, transport=transport))
     wrong = [what for account in accounts.values() for what in account.wrong]
     if wrong or len(seen) < case.devices:
         raise RuntimeError(f"{case}: without a fault {len(seen)} of {case.devices} came back; {wrong[:1]}")
-    return list(_places(seen))
+    return [replace(place, transport=transport) for place in _places(seen)]
 
 
 def _places(seen: Mapping[int, Counter[str]]) -> Iterator[Fault]:

@@ -30,7 +30,7 @@ def test_a_killed_and_a_stopped_device_cost_nothing_and_no_process_stays(faults:
     case = faults.CASES[1]
     assert (case.policy, case.redundant) == ("release", True)
     before = children()
-    tried = [faults.Fault(1, "round", 1), faults.Fault(2, "fence", 0, stops=True)]
+    tried = [faults.Fault(1, "round", 1), faults.Fault(2, "fence", 0, stops=True, transport="same-host")]
     verdicts = faults._apart([partial(faults.trial, case, fault) for fault in tried], 2)
     assert children() == before
     assert [verdict.wrong for verdict in verdicts] == [(), ()]
@@ -45,7 +45,7 @@ def test_a_killed_and_a_stopped_device_cost_nothing_and_no_process_stays(faults:
 def test_what_single_holders_lose_is_named_exactly(faults: ModuleType) -> None:
     case = faults.CASES[4]
     assert (case.policy, case.redundant) == ("release", False)
-    (verdict,) = faults._apart([partial(faults.trial, case, faults.Fault(3, "post", 9))], 1)
+    (verdict,) = faults._apart([partial(faults.trial, case, faults.Fault(3, "post", 2, transport="same-host"))], 1)
     assert (verdict.wrong, verdict.way) == ((), "named")
 
 

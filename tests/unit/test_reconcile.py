@@ -145,16 +145,15 @@ def test_what_is_one_tensor_under_two_names_stays_one(way: Any) -> None:
 
 
 def test_a_release_empties_the_callers_own_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who still held the old tensors would keep their memory. So it is where nothing differs, and where auto chooses."""
+    """Who still held the old tensors would keep their memory. So, too, if nothing differs, and if auto chooses."""
     monkeypatch.setattr(attempt, "available_bytes", lambda devices: 0)
-
     cases: tuple[tuple[float, Policy], ...] = ((3.0, "release"), (1.0, "release"), (3.0, "auto"), (1.0, "auto"))
 
     def work(mover: Mover) -> Any:
         found = []
         for norm, policy in cases:
             state = state_of(mover.device, TP2, (1.0, norm)[mover.device])
-            moved = mover.move(TP2, TP1, state, differing="first", policy=policy, may_release=True)
+            moved = mover.move(TP2, TP1, state, policy=policy, may_release=True, differing="first")
             assert state == {}, (norm, policy)
             found.append({name: float(tensor.float().sum()) for name, tensor in moved.items()})
         return found
