@@ -125,5 +125,8 @@ def case_rows(case: str, times: Times, paper: tuple[float, float] | None, say: C
             theirs_ms = times.whole_ms(name)
             ratios.append(theirs_ms / own_ms)
             yield Row.of(f"{case}, {path}", own_ms, "ms", baseline=times.words(name), theirs=theirs_ms, most_ratio=1)
-        known = f"; the paper: {paper[0]:.2f} and {paper[1]:.2f}" if paper else ""
-        say(f"{case}, {path}: {ratios[0]:.2f} x Tenplex, {ratios[1]:.2f} x its central form{known}")
+        for name, ratio, known in zip(times.phases, ratios, paper or (), strict=False):
+            what = f"{case}, {path}: times as fast as {name}"
+            yield Row.of(what, ratio, "x", baseline="the paper", theirs=known)
+        of_paper = f"; the paper: {paper[0]:.2f} and {paper[1]:.2f}" if paper else ""
+        say(f"{case}, {path}: {ratios[0]:.2f} x Tenplex, {ratios[1]:.2f} x its central form{of_paper}")
