@@ -56,6 +56,19 @@ def test_workers_find_what_torchrun_would_set() -> None:
         assert sorted(job.messages()) == [(0, ("hello", "0", "2")), (1, ("hello", "1", "2"))]
 
 
+def tell_tensors(send: Any) -> None:
+    for number in range(3):
+        send((number, torch.full((1000,), float(number))))
+
+
+def test_what_a_worker_has_sent_is_there_after_its_end() -> None:
+    """Tensors, too, which torch would leave in the memory of the process that sends them."""
+    with LocalJob(1, tell_tensors, (), timeout_s=20.0, preload=PRELOAD) as job:
+        psutil.wait_procs([psutil.Process(pid) for pid in job.pids.values()], timeout=GRACE_S * 4)
+        found = {number: tensor for _, (number, tensor) in job.messages()}
+    assert {number: tensor.unique().tolist() for number, tensor in found.items()} == {0: [0.0], 1: [1.0], 2: [2.0]}
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("how", "kind", "text"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import multiprocessing as mp
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -163,10 +164,11 @@ class LocalJob:
                 if isinstance(item, Connection):
                     device = pipes[item]
                     try:
-                        what, content = item.recv()
+                        packet = item.recv_bytes()
                     except (EOFError, OSError):
                         closed.add(item)
                         continue
+                    what, content = pickle.loads(packet)
                     if what == "error":
                         errors[device] = ShardshiftError.from_wire(content)
                     else:
@@ -240,13 +242,18 @@ def _run_worker(device: int, devices: int, port: int, pipe: Connection, worker: 
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RESTART_COUNT="0",
     )
+
+    def send(what: str, content: Any) -> None:
+        # Not by Connection.send: that leaves tensors in the memory of this process, which may end before they are read.
+        pipe.send_bytes(pickle.dumps((what, content)))
+
     try:
-        worker(lambda message: pipe.send(("message", message)), *args)
+        worker(lambda message: send("message", message), *args)
     except ShardshiftError as error:
-        pipe.send(("error", error.to_wire()))
+        send("error", error.to_wire())
         raise SystemExit(1) from None
     except Exception as error:
         traceback.print_exc()
         text = f"worker {device} failed: {type(error).__name__}: {error}"
-        pipe.send(("error", ShardshiftError(text).to_wire()))
+        send("error", ShardshiftError(text).to_wire())
         raise SystemExit(1) from None
