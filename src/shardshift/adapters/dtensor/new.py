@@ -9,7 +9,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...values import Kind, Mesh, Shard
-from .building import Build, built, check_frozen, check_stepped, refuse_data_of_its_own, take_extras
+from .building import (
+    Build,
+    built,
+    check_frozen,
+    check_stepped,
+    refuse_data_of_its_own,
+    refuse_optimizers_without_data,
+    take_extras,
+)
 from .described import Standing, Text, described, parts_by_name
 from .gathered import Told
 from .installing import assembled, check_swappable, install
@@ -62,7 +70,9 @@ class New:
         parts = parts_by_name(self.text.entries)
         check_stepped(self.job, self.held, parts, told.tensors, companions)
         check_frozen(self.job, parts, companions)
-        return take_extras(self.job, old, companions)
+        later = take_extras(self.job, old, companions)
+        refuse_optimizers_without_data(self.job)
+        return later
 
     def take(self, tensors: Mapping[Shard, torch.Tensor], told: Told) -> None:
         """Put what has arrived in place, in the dtypes of the new job."""
