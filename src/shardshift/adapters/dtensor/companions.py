@@ -18,6 +18,7 @@ from ...values import Mesh, Mismatch, Unaccounted
 from .. import generators
 from ..groups import GroupRecord, Groups, describe
 from ..plain import digest_of_packed, dump, load, pack, unpack
+from .alike import check_alike
 from .described import Entry, parts_by_name
 from .job import Job, PerRank, inside
 from .live import STEP, Held, Lives, modules_of, optimizers_in
@@ -62,10 +63,8 @@ def record_of(job: Job, lives: Lives, entries: Iterable[Entry]) -> bytes:
                 for one in logical[name]
             },
             "plain": [[str(each.kind), one] for each in lives.state if each.plain for one in logical[each.name]],
-            "frozen": [
-                one for name, each in held.parameters.items() if not each.requires_grad for one in logical[name]
-            ],
-            "evaluating": evaluating(job.models),
+            **_trained_and_frozen(held, logical),
+            **_modes(job.models),
             "modules": _extra_states(job.models),
             **{f"{_STREAM}{name}": state for name, state in streams.items()},
             **{f"{_EXTRA}{name}": inside(extra).state_dict() for name, extra in job.extras.items()},
@@ -83,9 +82,18 @@ def _steppers(optimizer: Any, held: Held, logical: Mapping[str, Sequence[str]]) 
     return found
 
 
-def evaluating(models: Iterable[torch.nn.Module]) -> list[str]:
-    """The modules that are not in training, by name."""
-    return sorted({name for name, each in modules_of(models) if not each.training})
+def _trained_and_frozen(held: Held, logical: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The parameters by ``requires_grad``; one that joins both is frozen."""
+    frozen = {one for name, each in held.parameters.items() if not each.requires_grad for one in logical[name]}
+    every = {one for name in held.parameters for one in logical[name]}
+    return {"trained": sorted(every - frozen), "frozen": sorted(frozen)}
+
+
+def _modes(models: Iterable[torch.nn.Module]) -> dict[str, list[str]]:
+    """The modules by mode; one of which a part of this stage is in evaluation, is."""
+    modules = list(modules_of(models))
+    evaluating = {name for name, each in modules if not each.training}
+    return {"training": sorted({name for name, _ in modules} - evaluating), "evaluating": sorted(evaluating)}
 
 
 def _with_extra_state(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -126,13 +134,15 @@ class Companions:
         # Ranks that say the same gave the very same bytes: read once.
         read = {content: load(content) for content in records.values()}
         of_rank = {rank: read[content] for rank, content in sorted(records.items())}
+        check_alike(of_rank)
         different = list(read.values())
         self.optimizers = sorted({name for record in different for name in record["optimizers"]})
         self._stepper = {
             name: kind for record in different for kind, names in record["steppers"].items() for name in names
         }
+        lowest = {content: rank for rank, content in sorted(records.items(), reverse=True)}
         self.groups = Groups(
-            {index: [GroupRecord(**group) for group in record["groups"]] for index, record in enumerate(different)}
+            {lowest[content]: [GroupRecord(**group) for group in record["groups"]] for content, record in read.items()}
         )
         self._scalars: dict[str, dict[str, Any]] = {}
         for record in different:
