@@ -41,7 +41,8 @@ def record_of(job: Job, lives: Lives, entries: Iterable[Entry]) -> bytes:
         Unaccounted: naming a value that no record can carry.
     """
     where = f"rank {job.rank}"
-    logical, held = parts_by_name(entries), lives.held
+    held = lives.held
+    logical = parts_by_name(entries, held.ties)
     named: dict[torch.Tensor, str] = {parameter: held.names[id(parameter)] for parameter in held.parameters.values()}
     groups = []
     for optimizer in optimizers_in(job.optimizer):
@@ -180,6 +181,16 @@ class Companions:
             _agreed(found, own, " and ".join(names))
         return {key: unpack(value) for key, value in found.items()}
 
+    def check_joined(self, parts: Iterable[Sequence[str]]) -> None:
+        """Hold it that what the state of logical parameters says by value agrees where one parameter joins them.
+
+        Raises:
+            Mismatch: as ``scalars``.
+        """
+        for names in parts:
+            if len(names) > 1:
+                self.scalars(names)
+
     def streams(self, mesh: Mesh, rank: int, generation: int) -> dict[str, Any]:
         """The random streams of a rank of the new mesh."""
         return {
@@ -196,8 +207,9 @@ class Companions:
     def set_modules(self, models: Iterable[torch.nn.Module]) -> None:
         """Bring the modules of a new model into the mode, and to the extra state, of the old ones of their names."""
         models = tuple(models)
-        for name, module in modules_of(models):
-            module.training = name not in self.evaluating
+        evaluating = {id(module) for name, module in modules_of(models) if name in self.evaluating}
+        for _, module in modules_of(models):
+            module.training = id(module) not in evaluating
         for model in models:
             model.training = "" not in self.evaluating  # a wrapper's is the model's
         for name, module in _with_extra_state(models):
@@ -231,7 +243,7 @@ class Companions:
         Raises:
             Mismatch: if a group joins parameters of different settings.
         """
-        logical = parts_by_name(entries)
+        logical = parts_by_name(entries, held.ties)
         for each in optimizers_in(optimizer):
             for group in each.param_groups:
                 strangers = [parameter for parameter in group["params"] if id(parameter) not in held.names]

@@ -67,7 +67,8 @@ class New:
         check_swappable(self.held)
         companions.check_optimizers(self.job.optimizer)
         companions.set_groups(self.job.optimizer, self.held, self.text.entries)
-        parts = parts_by_name(self.text.entries)
+        parts = parts_by_name(self.text.entries, self.held.ties)
+        companions.check_joined(parts.values())
         check_stepped(self.job, self.held, parts, told.tensors, companions)
         check_frozen(self.job, parts, companions)
         later = take_extras(self.job, old, companions)
@@ -87,4 +88,5 @@ class New:
             device = at[key if key in at else of_parameter]
             local = assembled(entry, self.standing, tensors)
             locals_of[key] = local.to(local.device if device.type == "meta" else device, getattr(torch, own))
-        install(self.job, self.held, locals_of, parts_by_name(self.text.entries), told.companions)
+        parts = parts_by_name(self.text.entries, self.held.ties)
+        install(self.job, self.held, locals_of, parts, told.companions)
