@@ -120,7 +120,79 @@ def test_state_of_other_kinds_in_other_places_is_refused_too(value: Any) -> None
     assert len(ss.audit(found).unknown) == 1
     other = job()
     other.optimizer.kept = value
-    assert len(ss.audit(other).unknown) <= 1  # a plain tensor of an optimizer's own is a setting
+    assert len(ss.audit(other).unknown) == 1
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As it is commonly published: an optimizer around another, which keeps slow weights on itself."""
+
+    def __init__(self, fast: torch.optim.Optimizer, *, shared: bool = True) -> None:
+        self.fast, self.defaults = fast, fast.defaults
+        self.param_groups = fast.param_groups if shared else [dict(group) for group in fast.param_groups]
+        self.state = fast.state
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in fast.param_groups]
+
+    def step(self, closure: Any = None) -> Any:
+        return self.fast.step(closure)
+
+
+def test_tensors_that_an_optimizer_keeps_on_itself_are_refused_with_what_to_do() -> None:
+    """Only what records say of an optimizer goes along: settings of param groups, and its state."""
+    found = job()
+    found.optimizer.average = torch.zeros(3)
+    with pytest.raises(Unaccounted, match=r"12 bytes .* optimizer\.average.* optimizer\.state\[parameter\].* an extra"):
+        ss.audit(found).check()
+    model = Net()
+    ahead = Lookahead(torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), foreach=False))
+    stepped(model, ahead)
+    audit = ss.audit(ss.fsdp.Job(model, [ahead], mesh=ALONE))
+    assert audit.unknown == tuple(f"optimizer[0].slow[0][{index}]" for index in range(4))
+    assert audit.bytes_by_fate[Fate.COMPANION] == 4 * 4 + 4  # steps, and the rate that is in the outer one's groups
+    ahead.slow.clear()
+    ss.audit(ss.fsdp.Job(model, ahead, mesh=ALONE)).check()
+
+
+def test_an_optimizer_inside_another_with_settings_of_its_own_is_refused() -> None:
+    model = Net()
+    ahead = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1), shared=False)
+    ahead.slow.clear()
+    found = ss.audit(ss.fsdp.Job(model, ahead, mesh=ALONE))
+    assert found.unknown == ("optimizer.fast",)
+    with pytest.raises(Unaccounted, match="the very same param_groups and state"):
+        found.check()
+
+
+class Gives:
+    """An extra that gives a tensor, or a copy of it."""
+
+    def __init__(self, tensor: torch.Tensor, *, copies: bool = False) -> None:
+        self.state: Any = lambda: tensor.clone() if copies else tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensor": self.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state().copy_(state_dict["tensor"])
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_an_extra_gives_is_accounted_for_wherever_it_lies(copies: bool) -> None:
+    average = torch.zeros(3)
+    found = job(extras={"average": Gives(average, copies=copies)})
+    found.optimizer.average = average
+    assert ss.audit(found).unknown == (("optimizer.average",) if copies else ())
+
+
+def test_what_an_extra_holds_is_its_own_affair_though_the_optimizer_holds_the_extra() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for extras, unknown in (
+        ({"scaler": scaler}, ()),
+        ({}, ("optimizer.scaler._scale", "optimizer.scaler._growth_tracker")),
+    ):
+        found = job(extras=extras)
+        found.optimizer.scaler = scaler
+        assert ss.audit(found).unknown == unknown
 
 
 def test_views_of_what_is_carried_are_carried() -> None:

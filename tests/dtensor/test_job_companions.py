@@ -178,7 +178,9 @@ def test_a_new_group_takes_the_rate_that_a_scheduler_has_set_also_as_a_tensor() 
 
 def test_settings_that_ranks_have_differently_are_refused() -> None:
     jobs = [job(make=lambda p, lr=lr: torch.optim.AdamW(p, lr=lr)) for lr in (1.0, 0.5)]  # type: ignore[misc]
-    with pytest.raises(Mismatch, match="lr"):
+    with pytest.raises(
+        Mismatch, match=r"ranks 0 and 1 have weight in param groups that differ in lr \(1\.0 and 0\.5\)"
+    ):
         take(told(*jobs), model := nn.Linear(2, 2), torch.optim.AdamW(model.parameters()))
 
 
@@ -252,6 +254,78 @@ def test_frozen_parameters_and_modules_in_evaluation_are_known_by_name() -> None
     companions = told(Job(model, mesh=ALONE))
     assert companions.frozen == {"0.weight"}
     assert companions.evaluating == {"1", "1.0", "1.1"}
+
+
+def staged(*layers: int) -> nn.Module:
+    """The layers of one stage of a pipeline, under their numbers in the whole model."""
+    return nn.ModuleDict(
+        {"layers": nn.ModuleDict({str(n): nn.Sequential(nn.Linear(2, 2), nn.Dropout()) for n in layers})}
+    )
+
+
+def freeze(found: Job) -> None:
+    model: Any = found.model
+    model["layers"]["1"][0].weight.requires_grad_(False)
+
+
+def evaluate(found: Job) -> None:
+    model: Any = found.model
+    model["layers"]["1"][1].eval()
+
+
+def evaluate_all(found: Job) -> None:
+    model: Any = found.model
+    model.eval()
+
+
+def forget(found: Job) -> None:
+    model: Any = found.model
+    for group in found.optimizer.param_groups:
+        group["params"] = [each for each in group["params"] if each is not model["layers"]["1"][0].bias]
+
+
+def step_by_another(found: Job) -> None:
+    found._parts = (found.model, torch.optim.Adam(found.models[0].parameters()), {})
+
+
+@pytest.mark.parametrize(
+    ("differ", "said"),
+    [
+        (freeze, r"parameter layers\.1\.0\.weight trains on ranks 0, 3 and is frozen \(requires_grad\) on ranks 1, 2"),
+        (evaluate, r"module layers\.1\.1 is in training on ranks 0, 3 and is in evaluation on ranks 1, 2"),
+        (
+            evaluate_all,
+            r"module layers, .*module layers\.1\.1 is in training on ranks 0, 3 and is in evaluation on ranks 1",
+        ),
+        (
+            forget,
+            r"parameter layers\.1\.0\.bias is stepped by AdamW on ranks 0, 3 and is in no param group on ranks 1, 2",
+        ),
+        (
+            step_by_another,
+            r"parameter layers\.0.* is stepped by AdamW on ranks 0, 3 and is stepped by Adam on ranks 1, 2",
+        ),
+    ],
+)
+def test_what_ranks_hold_differently_outside_tensors_is_refused_by_name_and_ranks(
+    differ: Callable[[Job], None], said: str
+) -> None:
+    jobs = [job(staged(0, 1), steps=0) for _ in range(4)]
+    for each in jobs[1:3]:
+        differ(each)
+    with pytest.raises(Mismatch, match=said + ".*nothing was moved"):
+        told(*jobs)
+
+
+@pytest.mark.parametrize("differ", [freeze, evaluate, evaluate_all, forget, step_by_another])
+def test_a_stage_says_nothing_of_modules_that_it_does_not_have(differ: Callable[[Job], None]) -> None:
+    """The model itself, and its list of layers, are on both stages, each with layers of its own."""
+    jobs = [job(staged(*layers), steps=0) for layers in [(0,), (0,), (1, 2), (1, 2)]]
+    for each in jobs[2:]:
+        differ(each)
+    companions = told(*jobs, mesh=Mesh({"pp": 2, "dp": 2}))
+    assert companions.frozen == ({"layers.1.0.weight"} if differ is freeze else set())
+    assert "layers.0.1" not in companions.evaluating
 
 
 def test_the_mode_of_modules_is_told_and_set_through_any_wrapper() -> None:

@@ -232,6 +232,33 @@ def steps_that_differ_between_ranks_are_refused(rank: Rank) -> None:
     assert "step" in str(error)
 
 
+def what_ranks_hold_differently_beside_tensors_is_refused_with_the_ranks(rank: Rank) -> None:
+    job = first(builder(), rank.mesh(FOUR))
+    assert job is not None
+    losses(job, 1)
+    model: Any = job.models[0]
+    (group,) = job.optimizer.param_groups
+    lr, last = group["lr"], group["params"][-1]
+    differ: Any
+    back: Any
+    for differ, back, said in (
+        (lambda: model.layers[1].eval(), lambda: model.train(), "is in evaluation on rank 2"),
+        (lambda: last.requires_grad_(False), lambda: last.requires_grad_(True), "is frozen (requires_grad) on rank 2"),
+        (lambda: group["params"].pop(), lambda: group["params"].append(last), "is in no param group on rank 2"),
+        (lambda: group.update(lr=lr * 2), lambda: group.update(lr=lr), "ranks 0 and 2 have"),
+    ):
+        if rank.index == 2:
+            differ()
+        error = rank.error(job, builder(), CROSSED)
+        assert isinstance(error, ss.Mismatch)
+        assert said in str(error)
+        assert "nothing was moved" in str(error)
+        back()
+    job = rank.change(job, builder(), CROSSED)
+    assert job is not None
+    losses(job, 1)
+
+
 def a_cast_is_refused_unless_asked_for_and_then_told(rank: Rank) -> None:
     half, single = builder(dtype=torch.bfloat16), builder()
     job = first(single, rank.mesh(FOUR))
@@ -366,6 +393,7 @@ SCENARIOS = [
     streams_follow_their_place_and_new_places_begin_streams_of_their_own,
     each_parameter_keeps_the_settings_and_the_step_of_its_group,
     steps_that_differ_between_ranks_are_refused,
+    what_ranks_hold_differently_beside_tensors_is_refused_with_the_ranks,
     a_cast_is_refused_unless_asked_for_and_then_told,
     what_is_derived_is_made_anew_on_every_rank,
     weights_of_equal_value_that_are_not_tied_both_arrive,

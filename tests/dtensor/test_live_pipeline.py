@@ -165,7 +165,100 @@ def parts_of_a_stage_are_several_modules(rank: Rank) -> None:
     dist.barrier()
 
 
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inv_freq = nn.Buffer(torch.arange(3.0), persistent=False)
+
+
+class Sharing(nn.Module):
+    """Layers of a stage that all have one table and one gate, which trains."""
+
+    def __init__(self, numbers: range, *, tied: bool = True) -> None:
+        super().__init__()
+        table, gate = Rotary(), nn.Linear(HIDDEN, HIDDEN)
+        self.layers = nn.ModuleDict()
+        for number in numbers:
+            layer = nn.ModuleDict({"own": nn.Linear(2, 2), "table": table, "gate": gate if tied else nn.Linear(6, 6)})
+            self.layers[str(number)] = layer
+
+
+def sharing(mesh: Any, device: str = "meta", *, tied: bool = True) -> Any:
+    size = LAYERS // mesh["pp"].size()
+    start = mesh.get_local_rank("pp") * size
+    with torch.device(device):
+        model = Sharing(range(start, start + size), tied=tied)
+    fully_shard(model, mesh=mesh["dp"])
+    return model, adamw(model.parameters())
+
+
+def of_all_names(job: ss.fsdp.Job) -> dict[str, torch.Tensor]:
+    """Tensors of this rank's stage under every name, with the optimizer's state."""
+    (model,) = job.models
+    found = {name: whole(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        of = {"": parameter, **job.optimizer.state[parameter]}
+        found |= {f"{name}/{key}": whole(value) for key, value in of.items()}
+    return found
+
+
+def what_layers_share_is_one_tensor_on_each_stage_that_has_it(rank: Rank) -> None:
+    one = ss.Mesh({"pp": 1, "dp": 4})
+    two, four = ss.Mesh({"pp": 2, "dp": 2}, [3, 1, 0, 2]), ss.Mesh({"pp": 4, "dp": 1})
+    mesh = rank.mesh(one)
+    model, optimizer = sharing(mesh, "cpu")
+    begin(model)
+    model.layers["0"]["table"].inv_freq.add_(0.5)
+    model.layers["0"]["table"].eval()
+    job: Any = ss.fsdp.Job(model, optimizer, mesh=mesh)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = of_all_names(job)
+    assert len(expected) == LAYERS * (1 + 4 * 4)
+    for to in (two, four, one, four, two):
+        ahead: Any = ss.dry_run(job, sharing, to)
+        job = rank.change(job, sharing, to)
+        assert ahead.moved_bytes == job.report.moved_bytes
+        found = of_all_names(job)
+        assert differing(found, {name: expected[name] for name in found}) == []
+        layers = [*job.model.layers.values()]
+        assert len(layers) == LAYERS // to.size("pp")
+        assert all(layer["gate"].weight is layers[0]["gate"].weight for layer in layers)
+        assert all(layer["table"].inv_freq is layers[0]["table"].inv_freq for layer in layers)
+        assert [module.training for module in (job.model, layers[-1]["table"])] == [True, False]
+
+    second = job.mesh.coordinate(rank.index)["pp"] == 1
+    layer: Any = job.model.layers["2" if second else "0"]
+    table, gate = layer["table"].inv_freq, layer["gate"].weight
+    state, group = job.optimizer.state[gate], job.optimizer.param_groups[0]
+    was = state["exp_avg"].to_local().clone()
+    differ: Any
+    for differ, said in (
+        (lambda by: table.copy_(torch.arange(3.0) + 0.5 + by), "inv_freq"),
+        (lambda by: state["step"].fill_(1 + by), "gate.weight"),
+        (lambda by: state["exp_avg"].to_local().copy_(was + by), "exp_avg:layers.2.gate.weight"),
+        (lambda by: group.update(weight_decay=0.25 + by), "weight_decay"),
+    ):
+        differ(float(second))
+        error = rank.error(job, sharing, one)
+        assert isinstance(error, ss.Mismatch), error
+        assert said in str(error), error
+        assert not job.is_consumed
+        differ(0.0)
+
+    def apart(mesh: Any) -> Any:
+        return sharing(mesh, tied=False)
+
+    for to in (one, two):
+        assert "gate.weight are one tensor in the old job and two in the new one" in str(rank.error(job, apart, to))
+    job = rank.change(job, apart, four)  # a layer a stage: nothing to tie
+    assert rank.change(job, sharing, one) is not None
+
+
 SCENARIOS = [
+    what_layers_share_is_one_tensor_on_each_stage_that_has_it,
     stages_become_one_job_without_a_pipeline_and_the_other_way_round,
     parts_of_a_stage_are_several_modules,
 ]

@@ -142,6 +142,53 @@ def test_an_extra_of_the_old_job_that_build_gives_again_is_loaded_after_the_comm
     assert (position.at, position.loaded) == (5, 1)
 
 
+class Averaging(torch.optim.AdamW):
+    """Keeps a count of its steps in a tensor of its own."""
+
+    def __init__(self, parameters: Any, device: str = "cpu") -> None:
+        super().__init__(parameters, lr=0.1)
+        self.average = torch.zeros(3, device=device)
+
+    def step(self, closure: Any = None) -> Any:
+        self.average += 1
+        return super().step(closure)
+
+
+class OfTheOptimizer:
+    """An extra that gives what the optimizer keeps on itself."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.optimizer.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.average.copy_(state_dict["average"])
+
+
+def test_what_an_optimizer_keeps_on_itself_goes_along_as_an_extra_and_not_without() -> None:
+    def averaging(mesh: DeviceMesh, device: str = "cpu", *, gives: bool = False) -> Any:
+        model = net(mesh)
+        optimizer = Averaging(model.parameters(), device)
+        return (model, optimizer, {"average": OfTheOptimizer(optimizer)}) if gives else (model, optimizer)
+
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    model = net(mesh, device="cpu")
+    optimizer = Averaging(model.parameters())
+    train(model, optimizer)
+    with pytest.raises(ss.Unaccounted, match=r"optimizer\.average"):
+        change(ss.fsdp.Job(model, optimizer), averaging)
+    now = ss.fsdp.Job(model, optimizer, {"average": OfTheOptimizer(optimizer)})
+    with pytest.raises(ss.Unaccounted, match=r"optimizer\.average of the new job is on the meta device"):
+        change(now, lambda mesh: averaging(mesh, "meta"))
+    for steps, (to, gives) in enumerate([(THERE, True), (HERE, False), (THERE, True)], 2):
+        now = change(now, lambda mesh, gives=gives: averaging(mesh, gives=gives), to)
+        train(now.models[0], now.optimizer)
+        assert now.optimizer.average.tolist() == [steps] * 3
+        assert now.extras["average"].optimizer is now.optimizer
+
+
 def test_a_build_that_gives_the_old_job_is_refused_and_leaves_its_mesh() -> None:
     before = job()
     mesh = before.device_mesh

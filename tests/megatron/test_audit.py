@@ -27,6 +27,7 @@ from shardshift.adapters.reach import reach
 # isort: split
 
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from torch._dynamo.eval_frame import DisableContext, OptimizedModule
 
 JOBS: dict[str, Training] = {
@@ -144,11 +145,17 @@ def audit_strangers(send: Send) -> None:
     base = job.optimizer.chained_optimizers[0].optimizer
     base.state[inside.embedding.word_embeddings.weight]["largest"] = torch.ones(7)
     job.scheduler.history = torch.ones(6)
+    base.average = torch.ones(9)
+    scaler: Any = ConstantGradScaler.__new__(ConstantGradScaler)
+    scaler._scale, scaler.overflows = torch.ones(1), torch.ones(10)
+    job.optimizer.chained_optimizers[0].grad_scaler = scaler
     seen = audit(job, carried, meta)
     with pytest.raises(Unaccounted) as refused:
         seen.check()
     send((seen.unknown, seen.bytes_by_fate[Fate.UNKNOWN], refused.value.names, str(refused.value), str(seen)))
 
+    del base.average
+    job.optimizer.chained_optimizers[0].grad_scaler = None
     del inside.decoder.average, inside.decoder.notes, inside.random, job.scheduler.history
     del inside.decoder.layers[0].seen, base.state[inside.embedding.word_embeddings.weight]["largest"]
     audit(job, carried, meta).check()
@@ -170,11 +177,13 @@ def test_what_no_rule_covers_is_refused_by_its_path() -> None:
         "model[0].decoder.notes[tables][0]",
         "model[0].decoder.notes[tables][1]",
         "model[0].random",
+        "optimizer.chained_optimizers[0].grad_scaler.overflows",
+        "optimizer.chained_optimizers[0].optimizer.average",
         "optimizer.chained_optimizers[0].optimizer.state[model[0].embedding.word_embeddings.weight][largest]",
         "scheduler.history",
     }
     generator = torch.Generator().get_state().numel()
-    assert unknown_bytes == 3 * 4 + 5 * 2 + 2 * 8 + 3 * 4 + generator + 7 * 4 + 6 * 4
+    assert unknown_bytes == 3 * 4 + 5 * 2 + 2 * 8 + 3 * 4 + generator + 7 * 4 + 6 * 4 + 9 * 4 + 10 * 4
     assert names == unknown
     assert "model[0].decoder.average" in text
     assert "What to do" in text

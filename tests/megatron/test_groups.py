@@ -26,8 +26,13 @@ def test_a_copy_that_differs_is_named_with_the_first_parameter_that_it_holds() -
 
 
 def test_two_copies_of_one_parameter_that_differ_are_refused() -> None:
-    with pytest.raises(Mismatch, match="puts a and a into one param group"):
-        Groups({0: [of(0.5, "a", "b")], 1: [of(0.25, "a", "b")]}).settings(["a", "b"])
+    """Also where the first parameter's copies agree, and where the first rank to differ is not the first to tell."""
+    said = r"ranks 3 and 5 have b in param groups that differ in lr \(0\.5 and 0\.25\); nothing was moved"
+    for first in (["a", "b"], ["b", "a"]):
+        with pytest.raises(Mismatch, match=said):
+            Groups({0: [of(0.5, "a")], 3: [of(0.5, "b")], 4: [of(0.5, "b")], 5: [of(0.25, "b")]}).settings(first)
+    with pytest.raises(Mismatch, match="two groups of a differ in lr"):
+        Groups({0: [of(0.5, "a"), of(0.25, "a")]}).settings(["a"])
     with pytest.raises(Mismatch, match=r"one copy is at optimizer step 3\.0, another at 4\.0"):
         Groups({0: [of(0.5, "a", step=3.0)], 1: [of(0.5, "a", step=4.0)]}).settings(["a"])
 

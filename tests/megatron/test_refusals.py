@@ -147,7 +147,11 @@ STATE: dict[str, tuple[Scenario, Refusal]] = {
             "a parameter frozen while training",
             make_adapter,
             freeze_a_parameter,
-            (Mismatch, "final_layernorm.weight ... requires_grad"),
+            (
+                Mismatch,
+                "nothing was moved: the live model of rank 0 ... is not the one that build_model ... "
+                "final_layernorm.weight ... requires_grad ... What to do",
+            ),
         ),
         ("a parameter outside the model", make_adapter, train_another_parameter, (Unaccounted, "(3, 5)")),
         ("a group's setting that is no value", make_adapter, keep_a_function_in_a_group, (Unaccounted, "param group")),

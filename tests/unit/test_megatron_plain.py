@@ -132,12 +132,22 @@ class Phase(StrEnum):
         (torch.empty(2, device="meta"), r"value is a torch\.Tensor"),
         (torch.eye(2).to_sparse(), r"value is a torch\.Tensor"),
         (np.array([object()]), r"value is a numpy\.ndarray"),
+        (
+            {"n": [10**4300]},
+            r"test: value\['n'\]\[0\] is a number of 14285 bits, and Python writes none of more than 4300",
+        ),
+        ({"n": {-(10**9999): 0}}, r"a key of test: value\['n'\] is a number of .* What to do: keep it as bytes"),
         ({(1, 2): 3}, r"key \(1, 2\) of test: value is a builtins\.tuple"),
     ],
 )
 def test_what_cannot_be_told_back_is_refused_by_its_name(value: Any, name: str) -> None:
     with pytest.raises(Unaccounted, match=name):
         dump({"value": value}, "test")
+
+
+def test_the_largest_number_that_python_writes_is_carried() -> None:
+    for number in (10**4300 - 1, -(10**4300 - 1)):
+        assert there_and_back([number]) == [number]
 
 
 def test_nan_is_like_itself_and_one_is_not_one_point_zero() -> None:

@@ -45,12 +45,14 @@ class Audit:
         bytes_by_fate: bytes of storages, each counted once.
         storages: how many there are.
         unreached: labels of carried tensors that the job does not reach: it would go on without them.
+        advice: what else to do about what is unknown; as it is added to the error.
     """
 
     entries: tuple[Entry, ...]
     bytes_by_fate: Mapping[Fate, int]
     storages: int
     unreached: tuple[str, ...] = ()
+    advice: str = ""
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ class Audit:
         raise Unaccounted(
             f"the job holds {self.bytes_by_fate[Fate.UNKNOWN]} bytes that no rule covers: {shown}; nothing was moved. "
             "What to do: make such tensors parameters or registered buffers if they are state, build them on an "
-            "explicit device if they follow from the configuration, or drop them before the change",
+            "explicit device if they follow from the configuration, or drop them before the change" + self.advice,
             self.unknown,
         )
 

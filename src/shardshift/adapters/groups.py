@@ -123,6 +123,7 @@ class Groups:
 
     def __init__(self, records: Mapping[int, Sequence[GroupRecord]]) -> None:
         self._groups = [group for _, of_rank in sorted(records.items()) for group in of_rank]
+        self._rank = {id(group): rank for rank, of_rank in records.items() for group in of_rank}
         self._of: dict[str, list[GroupRecord]] = {}
         self._steps: dict[str, Any] = {}
         for group in self._groups:
@@ -168,17 +169,36 @@ class Groups:
                 compared.add(id(group))
                 if found is None:
                     found, first = group, name
-                elif differing := _differing(found.settings, group.settings):
-                    raise Mismatch(
-                        f"the new optimizer puts {first} and {name} into one param group, but their settings "
-                        f"differ in {differing}; what to do: let wrap make the same groups whatever the layout"
-                    )
+                elif _differing(found.settings, group.settings):
+                    raise self._differ(found, first, group, name)
                 step = _one_step(step, group.step, f"the param group of {first} and {name}")
         if found is None:
             return None if made is None else self._like(made)
         if step is None:
             step = self._step_like(found.settings)
         return _live(found.settings, step)
+
+    def _differ(self, found: GroupRecord, first: str, group: GroupRecord, name: str) -> Mismatch:
+        """The error for two groups that are to be one and differ in their settings: two ranks, or two parameters."""
+        told = self._of[name][0]
+        if drifted := _differing(told.settings, group.settings):
+            one, other = self._rank[id(told)], self._rank[id(group)]
+            who = (
+                f"ranks {one} and {other} have {name} in param groups that" if one != other else f"two groups of {name}"
+            )
+            shown = ", ".join(
+                f"{key} ({unpack(told.settings.get(key))!s:.40} and {unpack(group.settings.get(key))!s:.40})"
+                for key in drifted
+            )
+            return Mismatch(
+                f"{who} differ in {shown}; nothing was moved. What to do: find out what has set them apart (a "
+                "scheduler that some ranks have stepped more often), and set them alike"
+            )
+        return Mismatch(
+            f"the new optimizer puts {first} and {name} into one param group, but their settings differ in "
+            f"{_differing(found.settings, group.settings)}; what to do: let wrap, or build, make the same groups "
+            "whatever the layout"
+        )
 
     def _like(self, made: Mapping[str, Any]) -> dict[str, Any] | None:
         packed = {key: pack(made[key], key) for key in _keys(made, _ORIGIN).values()}

@@ -18,6 +18,7 @@ import hashlib
 import io
 import json
 import math
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
@@ -32,6 +33,8 @@ _KEPT: Final = (type(None), bool, int, float, complex, str, torch.Size, torch.dt
 _KEYS: Final = (type(None), bool, int, float, str)
 _JSONS: Final = frozenset(_KEYS)
 _HEAD_BYTES: Final = 8
+_SMALL_BITS: Final = 2000
+"""Of a number that Python writes whatever it is told: its limit is never below 640 digits."""
 
 
 def pack(value: Any, where: str) -> Any:
@@ -46,12 +49,17 @@ def pack(value: Any, where: str) -> Any:
     """
     kind = type(value)
     if kind in _KEPT:
+        if kind is int and value.bit_length() > _SMALL_BITS:
+            _check_digits(value, where)
         return value
     if kind in (list, tuple):
         return kind(pack(item, f"{where}[{index}]") for index, item in enumerate(value))
     if kind in (dict, OrderedDict):
         if strange := [key for key in value if type(key) not in _KEYS]:
             raise _unknown(f"key {strange[0]!r} of {where}", strange[0])
+        for key in value:
+            if type(key) is int and key.bit_length() > _SMALL_BITS:
+                _check_digits(key, f"a key of {where}")
         return kind((key, pack(item, f"{where}[{key!r}]")) for key, item in value.items())
     if kind is Counter:
         return (_TAG, kind.__name__, pack(dict(value), where))
@@ -287,6 +295,19 @@ def _of_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def _to_bytes(content: torch.Tensor) -> bytes:
     return content.numpy().tobytes()
+
+
+def _check_digits(number: int, where: str) -> None:
+    """Refuse a number of more digits than Python writes and reads."""
+    try:
+        str(number)
+    except ValueError:
+        raise Unaccounted(
+            f"{where} is a number of {number.bit_length()} bits, and Python writes none of more than "
+            f"{sys.get_int_max_str_digits()} digits, so no record can carry it; nothing was moved. What to do: keep it "
+            "as bytes (int.to_bytes), or as a text of hexadecimal digits",
+            [where],
+        ) from None
 
 
 def _unknown(where: str, value: Any) -> Unaccounted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +19,8 @@ from .live import Held, clean, optimizers_in
 
 Build = Callable[[DeviceMesh], Any]
 """From torch's mesh a ``Job``, or (model, optimizer), or (model, optimizer, extras)."""
+_FILLED: Final = ("state", "param_groups", "defaults")
+"""Of an optimizer: what the old job's takes the place of, and what only began its settings."""
 
 
 def built(build: Build, device_mesh: DeviceMesh, to: Mesh, old: Job | None) -> Job:
@@ -82,6 +84,26 @@ def refuse_data_of_its_own(job: Job, held: Held) -> None:
             f"{', '.join(left[:8])} of the new model has no data and is neither parameter nor buffer, so nothing "
             "would fill it; nothing was moved. What to do: register it as a buffer, make it on an explicit device, "
             f"or give its module a method {hooks.AFTER_MOVE} that makes it anew",
+            left,
+        )
+
+
+def refuse_optimizers_without_data(job: Job) -> None:
+    """Hold it that what new optimizers keep on themselves has data, once the extras have had their state.
+
+    Raises:
+        Unaccounted: naming tensors on the meta device that nothing will fill.
+    """
+    left = [
+        found.path
+        for found in reach({"optimizer": job.optimizer}).state
+        if isinstance(found.value, torch.Tensor) and found.value.is_meta
+        if isinstance(found.owner, torch.optim.Optimizer) and found.attribute not in _FILLED
+    ]
+    if left:
+        raise Unaccounted(
+            f"{', '.join(left[:8])} of the new job is on the meta device, and nothing would fill it; nothing was "
+            "moved. What to do: make it on an explicit device, or keep it in optimizer.state[parameter]",
             left,
         )
 
@@ -171,8 +193,8 @@ def take_extras(job: Job, old: Job | None, companions: Companions) -> list[Calla
         job.extras[name] = kept
 
         def turn(inner: Any = inner, state: Any = state, before: tuple[Any, ...] = _optimizers(old)) -> None:
+            _turned(inner, before, _optimizers(job))  # first: an extra may write its state into the optimizer
             inner.load_state_dict(state)
-            _turned(inner, before, _optimizers(job))
 
         later.append(turn)
     return later

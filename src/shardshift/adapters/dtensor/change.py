@@ -15,12 +15,13 @@ from ..once import Records, speaks, spoken
 from . import meshes
 from .building import Build
 from .described import Text
-from .gathered import Old, Told, check_modules, check_target, check_ties, layout_by_position
+from .gathered import Old, Told, as_standing, check_modules, check_target, layout_by_position
 from .job import Job
 from .live import optimizers_in
 from .new import New
 from .report import Report
 from .retire import retire
+from .ties import one_name_each, renamed
 
 INVALID: Final = (
     "modules and optimizers of the old job (they raise)",
@@ -119,18 +120,21 @@ class Change:
         bodies = self._mover.exchange(second)
         texts = spoken(made, bodies, "new", Text.of_body)
         check_modules([record["lacks"] for record in bodies.values() if "lacks" in record])
-        check_ties(self._told.texts.values(), texts.values())
+        names = one_name_each(self._told.texts.values(), texts.values())
+        self._told = self._told.under(names)
         moving: dict[str, Text] = {}
         for digest, text in texts.items():
-            moving[digest], casts = self._told.moving(text, cast=self._cast)
+            moving[digest], casts = self._told.moving(renamed(text, names), cast=self._cast)
             self._casts |= casts
-        after = layout_by_position(moving, made, self._to, "new", "new_standing")
+        standings = {rank: (made[rank]["new"], as_standing(made[rank]["new_standing"])) for rank in self._to.ranks}
+        after = layout_by_position(moving, self._to, standings)
         self.prev = PlacedLayout(self._told.layout, self._told.mesh.ranks)
         self.curr = PlacedLayout(after, self._to.ranks)
         self.state = {}
         if self._old is not None:
-            names = names_of(self._told.layout.shards(_position(self._told.mesh, self._mover.device)))
-            self.state = {name: self._old.views[shard] for name, shard in names.items()}
+            shards = names_of(self._told.layout.shards(_position(self._told.mesh, self._mover.device)))
+            views = self._old.views_under(names)
+            self.state = {name: views[shard] for name, shard in shards.items()}
         if self._new is not None:
             self._new.moving = moving[self._new.text.digest]
 

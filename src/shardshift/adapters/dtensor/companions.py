@@ -18,6 +18,7 @@ from ...values import Mesh, Mismatch, Unaccounted
 from .. import generators
 from ..groups import GroupRecord, Groups, describe
 from ..plain import digest_of_packed, dump, load, pack, unpack
+from .alike import check_alike
 from .described import Entry, parts_by_name
 from .job import Job, PerRank, inside
 from .live import STEP, Held, Lives, modules_of, optimizers_in
@@ -40,7 +41,8 @@ def record_of(job: Job, lives: Lives, entries: Iterable[Entry]) -> bytes:
         Unaccounted: naming a value that no record can carry.
     """
     where = f"rank {job.rank}"
-    logical, held = parts_by_name(entries), lives.held
+    held = lives.held
+    logical = parts_by_name(entries, held.ties)
     named: dict[torch.Tensor, str] = {parameter: held.names[id(parameter)] for parameter in held.parameters.values()}
     groups = []
     for optimizer in optimizers_in(job.optimizer):
@@ -62,10 +64,8 @@ def record_of(job: Job, lives: Lives, entries: Iterable[Entry]) -> bytes:
                 for one in logical[name]
             },
             "plain": [[str(each.kind), one] for each in lives.state if each.plain for one in logical[each.name]],
-            "frozen": [
-                one for name, each in held.parameters.items() if not each.requires_grad for one in logical[name]
-            ],
-            "evaluating": evaluating(job.models),
+            **_trained_and_frozen(held, logical),
+            **_modes(job.models),
             "modules": _extra_states(job.models),
             **{f"{_STREAM}{name}": state for name, state in streams.items()},
             **{f"{_EXTRA}{name}": inside(extra).state_dict() for name, extra in job.extras.items()},
@@ -83,9 +83,18 @@ def _steppers(optimizer: Any, held: Held, logical: Mapping[str, Sequence[str]]) 
     return found
 
 
-def evaluating(models: Iterable[torch.nn.Module]) -> list[str]:
-    """The modules that are not in training, by name."""
-    return sorted({name for name, each in modules_of(models) if not each.training})
+def _trained_and_frozen(held: Held, logical: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The parameters by ``requires_grad``; one that joins both is frozen."""
+    frozen = {one for name, each in held.parameters.items() if not each.requires_grad for one in logical[name]}
+    every = {one for name in held.parameters for one in logical[name]}
+    return {"trained": sorted(every - frozen), "frozen": sorted(frozen)}
+
+
+def _modes(models: Iterable[torch.nn.Module]) -> dict[str, list[str]]:
+    """The modules by mode; one of which a part of this stage is in evaluation, is."""
+    modules = list(modules_of(models))
+    evaluating = {name for name, each in modules if not each.training}
+    return {"training": sorted({name for name, _ in modules} - evaluating), "evaluating": sorted(evaluating)}
 
 
 def _with_extra_state(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -126,13 +135,15 @@ class Companions:
         # Ranks that say the same gave the very same bytes: read once.
         read = {content: load(content) for content in records.values()}
         of_rank = {rank: read[content] for rank, content in sorted(records.items())}
+        check_alike(of_rank)
         different = list(read.values())
         self.optimizers = sorted({name for record in different for name in record["optimizers"]})
         self._stepper = {
             name: kind for record in different for kind, names in record["steppers"].items() for name in names
         }
+        lowest = {content: rank for rank, content in sorted(records.items(), reverse=True)}
         self.groups = Groups(
-            {index: [GroupRecord(**group) for group in record["groups"]] for index, record in enumerate(different)}
+            {lowest[content]: [GroupRecord(**group) for group in record["groups"]] for content, record in read.items()}
         )
         self._scalars: dict[str, dict[str, Any]] = {}
         for record in different:
@@ -170,6 +181,16 @@ class Companions:
             _agreed(found, own, " and ".join(names))
         return {key: unpack(value) for key, value in found.items()}
 
+    def check_joined(self, parts: Iterable[Sequence[str]]) -> None:
+        """Hold it that what the state of logical parameters says by value agrees where one parameter joins them.
+
+        Raises:
+            Mismatch: as ``scalars``.
+        """
+        for names in parts:
+            if len(names) > 1:
+                self.scalars(names)
+
     def streams(self, mesh: Mesh, rank: int, generation: int) -> dict[str, Any]:
         """The random streams of a rank of the new mesh."""
         return {
@@ -186,8 +207,9 @@ class Companions:
     def set_modules(self, models: Iterable[torch.nn.Module]) -> None:
         """Bring the modules of a new model into the mode, and to the extra state, of the old ones of their names."""
         models = tuple(models)
-        for name, module in modules_of(models):
-            module.training = name not in self.evaluating
+        evaluating = {id(module) for name, module in modules_of(models) if name in self.evaluating}
+        for _, module in modules_of(models):
+            module.training = id(module) not in evaluating
         for model in models:
             model.training = "" not in self.evaluating  # a wrapper's is the model's
         for name, module in _with_extra_state(models):
@@ -221,7 +243,7 @@ class Companions:
         Raises:
             Mismatch: if a group joins parameters of different settings.
         """
-        logical = parts_by_name(entries)
+        logical = parts_by_name(entries, held.ties)
         for each in optimizers_in(optimizer):
             for group in each.param_groups:
                 strangers = [parameter for parameter in group["params"] if id(parameter) not in held.names]

@@ -309,9 +309,15 @@ def _shares(entry: Entry, own: Sequence[Filled], standing: Standing) -> Iterator
         yield whole
 
 
-def parts_by_name(entries: Iterable[Entry]) -> dict[str, tuple[str, ...]]:
-    """Per live parameter its logical names."""
-    return {entry.name: tuple(part.name for part in entry.parts) for entry in entries if entry.kind is Kind.PARAM}
+def parts_by_name(entries: Iterable[Entry], ties: Iterable[tuple[str, ...]] = ()) -> dict[str, tuple[str, ...]]:
+    """Per live parameter its logical names, with the further ones that it is tied under (``ties``)."""
+    tied = {tie[0]: tie for tie in ties}
+    found = {}
+    for entry in entries:
+        if entry.kind is Kind.PARAM:
+            names = tuple(part.name for part in entry.parts)
+            found[entry.name] = tied.get(entry.name, names) if names == (entry.name,) else names
+    return found
 
 
 def with_state(text: Text, state: Mapping[str, Mapping[Kind, Tensor]]) -> Text:

@@ -22,13 +22,14 @@ from ...values import Mesh, PlacedLayout, Topology
 from ..imagined import imagined_world, undisturbed_generators
 from .building import Build
 from .described import Standing, Text, layout_of
-from .gathered import Old, Told, check_modules, check_ties
+from .gathered import Old, Told, check_modules
 from .job import Job
 from .live import meshes_of
 from .meeting import meet
 from .meshes import meshes_apart, torch_mesh
 from .new import New
 from .report import DryRun
+from .ties import one_name_each, renamed
 
 _STAGES: Final = "pp"
 
@@ -84,8 +85,9 @@ def dry_run(
     kind = job.device_mesh.device_type if job.device_mesh is not None else "cpu"
     texts, ranks, lacking = _imagined(build, to, kind, job, before)
     check_modules(lacking)
-    check_ties(before.texts.values(), texts)
-    after = layout_of([before.moving(text, cast=cast)[0] for text in texts], ranks)
+    names = one_name_each(before.texts.values(), texts)
+    before = before.under(names)
+    after = layout_of([before.moving(renamed(text, names), cast=cast)[0] for text in texts], ranks)
     plan = make_plan(
         PlacedLayout(before.layout, before.mesh.ranks),
         after,

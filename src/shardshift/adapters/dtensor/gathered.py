@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from .described import Piece, Standing, Text, described, layout_of, pieces, with
 from .installing import at
 from .job import Job
 from .live import Lives
+from .ties import renamed
 
 _NO_STATE: Final = (Kind.PARAM, Kind.BUFFER)
 
@@ -64,6 +65,17 @@ class Old:
         companions = record_of(job, lives, text.entries) if view is copied else b""
         return cls(text, standing, views, companions, account)
 
+    def views_under(self, names: Mapping[str, str]) -> Mapping[Shard, torch.Tensor]:
+        """Its tensors by shard, with names given up (``ties.one_name_each``)."""
+        if not names:
+            return self.views
+        pairs = zip(self.text.entries, renamed(self.text, names).entries, strict=True)
+        return {
+            after.shard: self.views[before.shard]
+            for own, under in pairs
+            for before, after in zip(pieces(own, self.standing), pieces(under, self.standing), strict=True)
+        }
+
     def record(self, job: Job) -> dict[str, Any]:
         """What it tells first."""
         return {
@@ -88,6 +100,7 @@ class Told:
         mesh: its mesh.
         generation: how many changes came before.
         texts: by digest.
+        standings: by rank the digest of its text, and where it stands.
         companions: all records.
         layout: who holds what, by position in the mesh.
         tensors: by kind and logical name.
@@ -96,6 +109,7 @@ class Told:
     mesh: Mesh
     generation: int
     texts: Mapping[str, Text]
+    standings: Mapping[int, tuple[str, Standing]]
     companions: Companions
     layout: Layout
     tensors: Mapping[tuple[Kind, str], Tensor]
@@ -110,15 +124,17 @@ class Told:
         mesh, generation = _one_job(told)
         texts = spoken(told, bodies, "text", Text.of_body)
         records = spoken(told, bodies, "companions", base64.b64decode)
-        layout = layout_by_position(texts, told, mesh, "text", "standing")
-        return cls(
-            mesh,
-            generation,
-            texts,
-            Companions(mesh, {rank: records[told[rank]["companions"]] for rank in mesh.ranks}),
-            layout,
-            {(tensor.kind, tensor.name): tensor for tensor in layout.tensors},
-        )
+        companions = Companions(mesh, {rank: records[told[rank]["companions"]] for rank in mesh.ranks})
+        standings = {rank: (told[rank]["text"], as_standing(told[rank]["standing"])) for rank in mesh.ranks}
+        return cls(mesh, generation, texts, standings, companions, *_laid_out(mesh, texts, standings))
+
+    def under(self, names: Mapping[str, str]) -> Told:
+        """The same with names given up (``ties.one_name_each``)."""
+        if not names:
+            return self
+        texts = {digest: renamed(text, names) for digest, text in self.texts.items()}
+        layout, tensors = _laid_out(self.mesh, texts, self.standings)
+        return replace(self, texts=texts, layout=layout, tensors=tensors)
 
     def moving(self, text: Text, *, cast: bool) -> tuple[Text, dict[str, tuple[str, str]]]:
         """A new text as its tensors travel: with the state that exists, in the dtypes that they have.
@@ -186,11 +202,18 @@ def viewed(local: torch.Tensor, piece: Piece) -> torch.Tensor:
         ) from error
 
 
-def layout_by_position(texts: Mapping[str, Text], told: Records, mesh: Mesh, text: str, standing: str) -> Layout:
-    """The layout of a mesh's positions from the digests and standings that its ranks told under these names."""
+def layout_by_position(texts: Mapping[str, Text], mesh: Mesh, standings: Mapping[int, tuple[str, Standing]]) -> Layout:
+    """The layout of a mesh's positions from the digest of its text and the standing of each rank."""
     order: Sequence[str] = [*texts]
-    ranks = [(order.index(told[rank][text]), as_standing(told[rank][standing])) for rank in mesh.ranks]
-    return layout_of(list(texts.values()), ranks)
+    of_ranks = [standings[rank] for rank in mesh.ranks]
+    return layout_of(list(texts.values()), [(order.index(digest), standing) for digest, standing in of_ranks])
+
+
+def _laid_out(
+    mesh: Mesh, texts: Mapping[str, Text], standings: Mapping[int, tuple[str, Standing]]
+) -> tuple[Layout, dict[tuple[Kind, str], Tensor]]:
+    layout = layout_by_position(texts, mesh, standings)
+    return layout, {(tensor.kind, tensor.name): tensor for tensor in layout.tensors}
 
 
 def as_standing(record: Any) -> Standing:
@@ -257,20 +280,3 @@ def _one_job(told: Records) -> tuple[Mesh, int]:
             "job there, not None"
         )
     return mesh, generation
-
-
-def check_ties(old: Iterable[Text], new: Iterable[Text]) -> None:
-    """Hold it that what is one tensor in the old job is one in the new job, and the other way round.
-
-    Raises:
-        Mismatch: naming them.
-    """
-    before, after = ({frozenset(tie) for text in texts for tie in text.ties} for texts in (old, new))
-    for tied, where, other, texts in ((before - after, "old", "new", new), (after - before, "new", "old", old)):
-        held = {entry.name for text in texts for entry in text.entries}
-        for names in sorted(map(sorted, tied)):
-            if len(held & set(names)) > 1:
-                raise Mismatch(
-                    f"{' and '.join(names)} are one tensor in the {where} job and two in the {other} one; nothing was "
-                    "moved. What to do: tie them in both, or in neither"
-                )

@@ -107,9 +107,12 @@ def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def modules_of(models: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """All modules of some models by name, without the outermost wrappers; the model itself is called ""."""
+    """All modules of some models by name, without the outermost wrappers; the model itself is called "".
+
+    A module that several share is given under each name: the stages of a pipeline have some of the names each.
+    """
     for model in models:
-        for name, module in unwrapped(model).named_modules():
+        for name, module in unwrapped(model).named_modules(remove_duplicate=False):
             yield clean(f"{name}.").removesuffix("."), module
 
 

@@ -9,7 +9,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...values import Kind, Mesh, Shard
-from .building import Build, built, check_frozen, check_stepped, refuse_data_of_its_own, take_extras
+from .building import (
+    Build,
+    built,
+    check_frozen,
+    check_stepped,
+    refuse_data_of_its_own,
+    refuse_optimizers_without_data,
+    take_extras,
+)
 from .described import Standing, Text, described, parts_by_name
 from .gathered import Told
 from .installing import assembled, check_swappable, install
@@ -59,10 +67,13 @@ class New:
         check_swappable(self.held)
         companions.check_optimizers(self.job.optimizer)
         companions.set_groups(self.job.optimizer, self.held, self.text.entries)
-        parts = parts_by_name(self.text.entries)
+        parts = parts_by_name(self.text.entries, self.held.ties)
+        companions.check_joined(parts.values())
         check_stepped(self.job, self.held, parts, told.tensors, companions)
         check_frozen(self.job, parts, companions)
-        return take_extras(self.job, old, companions)
+        later = take_extras(self.job, old, companions)
+        refuse_optimizers_without_data(self.job)
+        return later
 
     def take(self, tensors: Mapping[Shard, torch.Tensor], told: Told) -> None:
         """Put what has arrived in place, in the dtypes of the new job."""
@@ -77,4 +88,5 @@ class New:
             device = at[key if key in at else of_parameter]
             local = assembled(entry, self.standing, tensors)
             locals_of[key] = local.to(local.device if device.type == "meta" else device, getattr(torch, own))
-        install(self.job, self.held, locals_of, parts_by_name(self.text.entries), told.companions)
+        parts = parts_by_name(self.text.entries, self.held.ties)
+        install(self.job, self.held, locals_of, parts, told.companions)

@@ -78,10 +78,11 @@ def audit(
         claims.add(tensor, Fate.CARRIED, label)
     for fate, by, tensor in _buffers(job.model):
         claims.add(tensor, fate, by)
-    scheduled = {id(value) for value in _values(job.scheduler)}
+    scalers = [each for _, each in found.objects if isinstance(each, MegatronGradScaler)]
+    told = {id(value) for holder in (job.scheduler, *scalers) for value in _values(holder)}
     for each in found.state:
         if isinstance(each.value, torch.Tensor):
-            rule = _rule(each, scheduled)
+            rule = _rule(each, told)
             if rule is None and _is_derived(each, built):
                 rule = Fate.DERIVED, "equal in the job built on the meta device"
             if rule is not None:
@@ -110,6 +111,8 @@ _ATTRIBUTES: Final = {
     "_scale_one": "constant (optimizer.py)",
 }
 """Of Megatron's optimizers."""
+_OF_A_SCALER: Final = ("_scale", "min_scale", "growth_factor", "backoff_factor")
+"""What Megatron's own grad scalers keep in tensors: the scale, and settings that the new layout's begin with."""
 _LEFTOVERS: Final[dict[str, tuple[str, str]]] = {
     "MoETokenDispatcher": ("", "of the last forward (moe/token_dispatcher.py)"),
     "_DispatchManager": ("", "of the last forward (moe/token_dispatcher.py)"),
@@ -124,7 +127,7 @@ _LEFTOVERS: Final[dict[str, tuple[str, str]]] = {
 """Megatron's classes that keep tensors of a forward: in which attributes ("": in all). Not what a user derives."""
 
 
-def _rule(found: Found, scheduled: set[int]) -> tuple[Fate, str] | None:
+def _rule(found: Found, told: set[int]) -> tuple[Fate, str] | None:
     """What the place where a tensor was found says about it."""
     owner, names = found.owner, {kind.__name__ for kind in type(found.owner).__mro__}
     if isinstance(owner, torch.Tensor) and found.attribute in ("grad", "main_grad", "decoupled_grad"):
@@ -136,7 +139,7 @@ def _rule(found: Found, scheduled: set[int]) -> tuple[Fate, str] | None:
             return Fate.COMPANION, "optimizer step"
         if found.attribute in ("param_groups", "defaults") and "[params]" not in found.path:
             return Fate.COMPANION, f"setting of a param group ({found.key})"
-    if isinstance(owner, MegatronGradScaler):
+    if isinstance(owner, MegatronGradScaler) and found.attribute in _OF_A_SCALER:
         return Fate.COMPANION, "loss scale"
     if "MegatronOptimizer" in names:
         if found.attribute in _ATTRIBUTES:
@@ -147,8 +150,8 @@ def _rule(found: Found, scheduled: set[int]) -> tuple[Fate, str] | None:
         return Fate.REBUILT, f"made anew by {hooks.AFTER_MOVE}"
     if isinstance(owner, torch.nn.Module) and extras.keeps(owner):
         return Fate.COMPANION, "of a module that has extra state"
-    if id(found.value) in scheduled:
-        return Fate.COMPANION, "in the scheduler's state_dict"
+    if id(found.value) in told:
+        return Fate.COMPANION, "in the state_dict of the scheduler or of a grad scaler"
     return _leftover(found)
 
 
@@ -172,9 +175,9 @@ def _buffers(model: Sequence[torch.nn.Module]) -> Iterator[tuple[Fate, str, torc
                 yield Fate.REBUILT, f"DistributedDataParallel's {attribute}", tensor
 
 
-def _values(scheduler: Any) -> Iterator[object]:
-    """What a scheduler gives as its state; the walk decides what of it is a tensor."""
-    state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+def _values(holder: Any) -> Iterator[object]:
+    """What a scheduler or a grad scaler gives as its state; the walk decides what of it is a tensor."""
+    state = holder.state_dict() if hasattr(holder, "state_dict") else {}
     yield from (found.value for found in reach({"state": state}).state)
 
 

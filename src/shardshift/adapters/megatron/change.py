@@ -162,7 +162,8 @@ class MegatronChange:
         extras.refuse_one_sided(extras.capture(carry.keeping(job)), *self._declaring)
         carry.refuse_scheduler_lost(job, all(stage.schedules for stage in self._curr.stages))
         live, slots = Live.of(job), self._prev.of_rank(job.layout.rank)
-        _compare(live.tensors, slots, _expected(self._prev, job.layout), f"{where}: the live model; nothing was moved")
+        expected = _expected(self._prev, job.layout)
+        _compare(live.tensors, slots, expected, f"nothing was moved: the live model of {where}")
         if left := sorted({*optim.kinds_of(job.optimizer)} - {*self._prev.kinds}):
             raise Mismatch(
                 f"{where}: the optimizer has {', '.join(left)} here, the lead of the job has none; nothing was moved. "
@@ -330,7 +331,7 @@ class MegatronChange:
             live.tensors,
             slots,
             _expected(self._curr, layout),
-            f"rank {place.rank} ({layout.coordinate}): the model built in the new world",
+            f"the model that rank {place.rank} ({layout.coordinate}) has built in the new world",
         )
         set_parameters(live.tensors, wide)
         self._restore(live, local, accepted)

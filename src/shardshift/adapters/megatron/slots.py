@@ -104,15 +104,15 @@ class Slot:
     def allocate(self, shard: Shard) -> torch.Tensor:
         """Memory for one shard of this slot.
 
-        A slot of one piece gets its local tensor, padding and all. Pieces of a range that a parameter's border cuts get
-        memory of their own and are joined at the end: they are a few rows, and what is kept stays where it is.
+        A slot of one piece gets its local tensor, padding and all. The pieces of a range (it begins or ends inside a
+        row) get memory of their own, and ``join`` copies all of them, those that have not changed too.
         """
         if len(self.pieces) == 1:
             return self.pieces[0].view(self.empty())
         return empty(shard.region.shape, self.dtype, _memory())
 
     def join(self, tensors: Mapping[Shard, torch.Tensor]) -> torch.Tensor:
-        """The local tensor of which these are the shards: in place where they lie so already, else a copy."""
+        """The local tensor of which these are the shards: the one that a single shard is in place of, else a copy."""
         if len(self.pieces) == 1:
             piece = self.pieces[0]
             data = tensors[piece.shard]
