@@ -257,10 +257,45 @@ def what_layers_share_is_one_tensor_on_each_stage_that_has_it(rank: Rank) -> Non
     assert rank.change(job, sharing, one) is not None
 
 
+def what_one_stage_cuts_and_another_holds_whole_must_be_alike_or_is_made_so(rank: Rank) -> None:
+    """A norm under one name on both stages: FSDP cuts it on the first, the second holds it whole."""
+    stages, flat = ss.Mesh({"pp": 2, "dp": 2}), ss.Mesh({"dp": 4})
+
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.Parameter(torch.empty(8))
+
+    def build(mesh: Any) -> Any:
+        model = Norm()
+        fully_shard(model, mesh=mesh["dp"])
+        return model
+
+    for values, options, found in (
+        ((1.0, 1.0), {}, 1.0),
+        ((1.0, 2.0), {"differing": "first"}, 1.0),
+        ((1.0, 4.0), {"differing": "mean"}, 3.0),  # each element has three holders, two of the second stage
+    ):
+        mesh = rank.mesh(stages)
+        stage = mesh.get_local_rank("pp")
+        model: Any = build(mesh) if stage == 0 else Norm()
+        nn.init.constant_(model.norm, values[stage])
+        job: ss.fsdp.Job | None = ss.fsdp.Job(model, mesh=stages)
+        if options:
+            error = rank.error(job, build, flat)
+            assert isinstance(error, ss.Mismatch)
+            assert "param:norm[0:4]: devices 0 and 2 hold different bits" in str(error)
+        job = rank.change(job, build, flat, **options)
+        assert job is not None
+        moved: Any = job.model
+        assert whole(moved.norm).tolist() == [found] * 8
+
+
 SCENARIOS = [
     what_layers_share_is_one_tensor_on_each_stage_that_has_it,
     stages_become_one_job_without_a_pipeline_and_the_other_way_round,
     parts_of_a_stage_are_several_modules,
+    what_one_stage_cuts_and_another_holds_whole_must_be_alike_or_is_made_so,
 ]
 
 

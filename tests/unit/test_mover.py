@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -225,6 +227,55 @@ def test_names_that_are_one_tensor_here_and_two_there_are_refused() -> None:
         )
 
     assert "device 1 holds param:emb, param:head as tensors of their own" in errors(together(range(2), work), Mismatch)
+
+
+def rows_of(names: Sequence[str], *cuts: tuple[int, int]) -> PlacedLayout:
+    """Device i holds the i-th rows of tensors of 4 x 2, under all names."""
+    tensors = [Tensor(Kind.PARAM, name, (4, 2), "float32", 4) for name in names]
+    roles = [tuple(Shard(tensor, Region((low, 0), (high - low, 2))) for tensor in tensors) for low, high in cuts]
+    return placed(Layout(roles, range(len(roles))))
+
+
+@pytest.mark.parametrize("policy", ["keep", "release"])
+def test_a_device_without_elements_of_tied_tensors_does_not_part_them(policy: Any) -> None:
+    """Four rows over three devices leave the last one an empty shard."""
+    one, three, four = (
+        rows_of(("emb", "head"), *cuts)
+        for cuts in (((0, 4),), ((0, 2), (2, 4), (4, 4)), ((0, 1), (1, 2), (2, 4), (4, 4)))
+    )
+    full = torch.arange(8.0).view(4, 2)
+
+    def work(mover: Mover) -> Any:
+        emb, shapes = full.clone(), []
+        state = {"emb": emb, "head": emb} if mover.device == 0 else {}
+        for before, after in pairwise((one, three, four, three, one)):
+            state = mover.move(before, after, state, policy=policy)
+            for shard in after.shards_on(mover.device):
+                assert torch.equal(state[shard.tensor.name], full[shard.region.offsets[0] : shard.region.stops[0]])
+                assert state["emb"] is state["head"]
+                shapes.append(shard.region.shape[0])
+        return shapes
+
+    found = together(range(4), work)
+    assert found[2] == [0, 0, 2, 2, 0, 0]
+    assert found[0][-1] == 4
+
+
+def test_tensors_without_elements_at_one_place_of_a_buffer_are_not_one() -> None:
+    """Shards of a flat buffer: those of device 1 are empty and begin, and end, at the same byte."""
+    before, after = rows_of(("a", "b"), (0, 4), (4, 4)), rows_of(("a", "b"), (0, 2), (2, 4))
+
+    def work(mover: Mover) -> Any:
+        buffer = torch.arange(16.0)
+        ends = ((0, 8), (8, 16)) if mover.device == 0 else ((16, 16), (16, 16))
+        state = {name: buffer[low:high].view(-1, 2) for name, (low, high) in zip("ab", ends, strict=True)}
+        found = mover.move(before, after, state)
+        return {name: found[name].flatten().tolist() for name in found}
+
+    assert together(range(2), work) == {
+        0: {"a": [0.0, 1.0, 2.0, 3.0], "b": [8.0, 9.0, 10.0, 11.0]},
+        1: {"a": [4.0, 5.0, 6.0, 7.0], "b": [12.0, 13.0, 14.0, 15.0]},
+    }
 
 
 def test_tensors_that_overlap_in_part_are_refused() -> None:

@@ -204,8 +204,10 @@ class Mover:
                 old and new state, plus staging, plus the largest storage; ``auto``: ``keep`` if it fits everywhere.
             may_release: whether ``auto`` may choose ``release`` where ``keep`` does not fit.
             verify: ``"digest"`` (or True): hold each piece to a digest of what was sent.
-            compare_copies: refuse replicas that differ, which reads every byte that several devices hold.
+            compare_copies: refuse replicas that differ, which reads every byte that several devices hold, also where
+                their shards overlap without being equal (a whole tensor beside slices of it).
             differing: what becomes of replicas that differ instead: ``first``: as the lowest device has them; ``mean``.
+                By the element: where shards overlap in part, each part is settled among the devices that hold it.
             lost: devices of ``prev`` that are gone.
             among: devices that could have run the new ranks, for ``Plan.least_moved_bytes``; None for all.
 

@@ -1,10 +1,12 @@
 """Copies that differ become one: what the lowest device holds, or the mean of all. Only where a caller asks for it.
 
-1. As before any move, digests tell which shards differ (``replicas``).
-2. Each copy of such a shard is a logical tensor of its own for once, held whole by its device. A move brings the first
-   of them, or all, to every device that holds the shard; the mover does that as it does any other.
+1. As before any move, digests tell which shards differ (``replicas``), or which parts of shards, where devices hold
+   other boxes that overlap. So every element of a part has the same holders.
+2. Each copy of such a part is a logical tensor of its own for once, held whole by its device. A move brings the first
+   of them, or all, to every device that holds the part; the mover does that as it does any other.
 3. The mean is taken in fp32 (fp64 for fp64), in order of the devices, so that all come to the same bits, and cast to
    the shard's dtype.
+4. What is less than a shard is put into a copy of it.
 
 The old tensors are only read; what is given back is a state with new tensors in their places.
 """
@@ -19,17 +21,21 @@ import torch
 from ..values import Infeasible, Layout, Mismatch, PlacedLayout, Region, Shard, Tensor
 from .aliases import exact_aliases
 from .named import by_shard, names_of
+from .pieces import part_of
 from .replicas import Copies, differing
 
 if TYPE_CHECKING:
     from .mover import Mover
 
 Differing: TypeAlias = Literal["error", "first", "mean"]
-"""What becomes of copies of one shard that differ: refused, all as the lowest device has it, all their mean."""
+"""What becomes of copies that differ: refused, all as the lowest device has them, all their mean.
+
+By the element: where boxes overlap in part, each part goes by those devices that hold it.
+"""
 WAYS: Final = ("error", "first", "mean")
 
 Holders: TypeAlias = Mapping[str, Sequence[int]]
-"""Per shard, as text, the devices that hold it, ascending."""
+"""Per part of a shard, or whole shard, as text, the devices that hold it, ascending."""
 
 
 def check_way(way: str) -> None:
@@ -59,7 +65,7 @@ def reconciled(
         lost: devices that are gone.
 
     Returns:
-        The state itself if nothing differs; else one with new tensors for the shards that do.
+        The state itself if nothing differs; else one with new tensors for the shards that do, in whole or in part.
 
     Raises:
         Mismatch: on every device alike, if a state is not what the layout says, or has no mean.
@@ -84,25 +90,33 @@ def reconciled(
         return state
     details = copies.details(live, suspects)
     holders = holders_of(mover.exchange(lambda: details))
-    placed = layout()
-    shards = {str(each): each for other in placed.devices for each in placed.shards_on(other) if str(each) in holders}
-    before, after = layouts(holders, shards, mover.devices, way)
-    own = {copy_of(shards[name], device): live[shards[name]] for name in holders if shards[name] in live}
-    mine = {name: own[copy] for name, copy in names_of(before.shards_on(device)).items()}
-    arrived = mover.move(before, after, mine, policy="keep", compare_copies=False)
+    parts = {str(part): part for key in suspects for part in copies.parts(key) if str(part) in holders}
+    mine = [pair for key in suspects for pair in copies.groups.get(key, {}).items() if str(pair[0]) in holders]
+    before, after = layouts(holders, parts, mover.devices, way)
+    own = {copy_of(part, device): (part, shard) for part, shard in mine}
+    given = {name: _packed(live, *own[copy]) for name, copy in names_of(before.shards_on(device)).items()}
+    arrived = mover.move(before, after, given, policy="keep", compare_copies=False)
     by_copy = {copy: arrived[name] for name, copy in names_of(after.shards_on(device)).items()}
-    found = dict(state)
-    for name, shard in names.items():
-        if str(shard) in holders:
-            of = [copy_of(shard, other) for other in holders[str(shard)]]
-            tensor = joined([by_copy[copy] for copy in of if copy in by_copy])
-            for one in ties.get(name, (name,)):  # names that are one tensor stay one
-                found[one] = tensor
-    return found
+    name_of, new = {shard: name for name, shard in names.items()}, dict[str, torch.Tensor]()
+    for part, shard in mine:
+        of = [copy_of(part, other) for other in holders[str(part)]]
+        tensor = joined([by_copy[copy] for copy in of if copy in by_copy])
+        name = name_of[shard]
+        if part != shard:
+            whole = new[name] if name in new else live[shard].detach().clone()
+            part_of(whole, part.region, shard.region).copy_(tensor)
+            tensor = whole
+        new.update(dict.fromkeys(ties.get(name, (name,)), tensor))  # names that are one tensor stay one
+    return {**state, **new}
+
+
+def _packed(live: Mapping[Shard, torch.Tensor], part: Shard, shard: Shard) -> torch.Tensor:
+    """A part of a live tensor, the tensor itself if it is all of it; views that interleave may look shared."""
+    return live[shard] if part == shard else part_of(live[shard].detach(), part.region, shard.region).contiguous()
 
 
 def holders_of(details: Mapping[int, Mapping[str, int]]) -> Holders:
-    """The shards whose digests differ, and who holds them.
+    """The shards and parts whose digests differ, and who holds them.
 
     Args:
         details: by device its ``Copies.details``.
@@ -115,13 +129,13 @@ def holders_of(details: Mapping[int, Mapping[str, int]]) -> Holders:
 
 
 def layouts(
-    holders: Holders, shards: Mapping[str, Shard], devices: Sequence[int], way: Differing
+    holders: Holders, parts: Mapping[str, Shard], devices: Sequence[int], way: Differing
 ) -> tuple[PlacedLayout, PlacedLayout]:
     """Before and after: each copy a tensor of its own, and every holder with the first or with all of them.
 
     Args:
-        holders: of the shards that differ.
-        shards: by their text.
+        holders: of the parts that differ.
+        parts: by their text.
         devices: of the mover; all of them get a rank.
         way: ``first`` or ``mean``.
 
@@ -131,7 +145,7 @@ def layouts(
     before: dict[int, list[Shard]] = {device: [] for device in devices}
     after: dict[int, list[Shard]] = {device: [] for device in devices}
     for name, of in holders.items():
-        shard = shards[name]
+        shard = parts[name]
         dtype: torch.dtype = getattr(torch, shard.tensor.dtype)
         if way == "mean" and not dtype.is_floating_point:
             raise Mismatch(

@@ -2,7 +2,9 @@
 
 1. Each device gives one digest per *group*: all its shards of one bundle and box (``values.layout``) that some other
    device holds exactly so. There are some dozen, whatever the number of layers; their keys are the same everywhere.
-2. Only where digests of a group differ, a second exchange names the tensor: one digest per shard of that group.
+2. Boxes of a bundle that overlap without being equal (a whole tensor beside slices, rows beside columns) are cut along
+   one another: a group is what one set of such boxes holds in common, and its digest that of parts of shards.
+3. Only where digests of a group differ, a second exchange names the tensor: one digest per part of that group.
 
 Digests per shard at once were rejected: for a thousand tensors on eight devices each would read eight thousand records.
 """
@@ -10,21 +12,44 @@ Digests per shard at once were rejected: for a thousand tensors on eight devices
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
-from ..plan.lists import is_in
+from ..plan.lists import is_in, number_rows
 from ..values import Mismatch, PlacedLayout, Region, Shard
+from ..values.boxes import Ints, overlapping_within
+from ..values.refine import refine
+from ..values.rows import box
 from .checksum import checksum
+from .pieces import part_of
 
 Digests = Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Boxes:
+    """The distinct boxes of bundles that living devices hold.
+
+    Attributes:
+        row: per box one of its rows in the layout, shape (boxes,).
+        holders: per box how many living devices hold it, shape (boxes,).
+        crossing: per box whether it shares elements with another one, shape (boxes,).
+        of_row: per row of the layout its box, -1 if no living device holds it; shape (rows,).
+    """
+
+    row: Ints
+    holders: Ints
+    crossing: NDArray[np.bool_]
+    of_row: Ints
+
+
 class Copies:
-    """The shards of one device that other living devices hold exactly so.
+    """What one device holds and other living devices hold too: shards, and parts of shards.
 
     Args:
         placed: who holds what.
@@ -33,43 +58,93 @@ class Copies:
     """
 
     def __init__(self, placed: PlacedLayout, device: int, lost: Collection[int] = ()) -> None:
-        self._placed, self._device, self._lost = placed, device, tuple(lost)
+        self._placed, self._device, self._lost = placed, device, tuple(sorted(lost))
+        self._refined: dict[int, dict[tuple[int, ...], list[Region]]] = {}
 
     @cached_property
-    def groups(self) -> dict[str, tuple[Shard, ...]]:
-        """Shards by group; equal keys on two devices stand for the same shards in the same order."""
-        placed = self._placed
-        layout, rows = placed.layout, placed.layout.rows
-        rank = placed.rank_of(self._device)
+    def groups(self) -> dict[str, dict[Shard, Shard]]:
+        """By group its parts, and of each the shard of this device that it lies in, as a rule the part itself.
+
+        Equal keys on two devices stand for the same parts in the same order.
+        """
+        layout, rows = self._placed.layout, self._placed.layout.rows
+        rank = self._placed.rank_of(self._device)
         if rank is None or self._device in self._lost or not len(rows):
             return {}
-        living = ~is_in(placed.device_ids, np.array(self._lost, np.int64))
-        players = np.bincount(layout.roles_of_rank[living].reshape(-1), minlength=layout.role_count)
-        boxes = np.column_stack([rows.bundle, rows.low, rows.high])
-        _, box_of = np.unique(boxes, axis=0, return_inverse=True)
-        box_of = box_of.reshape(-1)
-        holders = np.bincount(box_of, weights=players[rows.role])
-        mine = np.isin(rows.role, layout.roles_of_rank[rank]) & (holders[box_of] > 1)
-        tensors: dict[int, list[int]] = {}
-        for tensor, bundle in enumerate(layout.bundle_of.tolist()):
-            tensors.setdefault(bundle, []).append(tensor)
-        found: dict[str, tuple[Shard, ...]] = {}
-        for row in np.flatnonzero(mine).tolist():
-            members = [layout.tensors[tensor] for tensor in tensors[int(rows.bundle[row])]]
-            dims = len(members[0].shape)
-            low, high = rows.low[row, :dims].tolist(), rows.high[row, :dims].tolist()
-            region = Region(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
-            found[str(box_of[row])] = tuple(Shard(tensor, region) for tensor in members)
+        boxes = self._boxes
+        mine = np.flatnonzero(np.isin(rows.role, layout.roles_of_rank[rank]))
+        shared = boxes.crossing | (boxes.holders > 1)
+        found: dict[str, dict[Shard, Shard]] = {}
+        for number in boxes.of_row[mine][shared[boxes.of_row[mine]]].tolist():
+            whole = self._region(number)
+            if not boxes.crossing[number]:
+                found[str(number)] = {shard: shard for shard in self._shards(number, [whole])}
+                continue
+            for cell, regions in self._cells(number).items():
+                if number in cell:
+                    parts, shards = self._shards(number, regions), self._shards(number, [whole] * len(regions))
+                    found["+".join(map(str, cell))] = dict(zip(parts, shards, strict=True))
         return found
+
+    def parts(self, key: str) -> tuple[Shard, ...]:
+        """The parts of a group, whoever holds them."""
+        cell = tuple(map(int, key.split("+")))
+        number = cell[0]
+        return self._shards(
+            number, self._cells(number)[cell] if self._boxes.crossing[number] else [self._region(number)]
+        )
 
     def digests(self, live: Mapping[Shard, torch.Tensor]) -> dict[str, int]:
         """One digest per group, of this device's live tensors."""
-        return {key: _together(checksum(live[shard]) for shard in shards) for key, shards in self.groups.items()}
+        return {key: _together(_digest(live, *pair) for pair in parts.items()) for key, parts in self.groups.items()}
 
     def details(self, live: Mapping[Shard, torch.Tensor], suspects: Collection[str]) -> dict[str, int]:
-        """One digest per shard of the groups that differ."""
-        groups = self.groups
-        return {str(shard): checksum(live[shard]) for key in suspects if key in groups for shard in groups[key]}
+        """One digest per part of the groups that differ."""
+        held = (pair for key in suspects for pair in self.groups.get(key, {}).items())
+        return {str(part): _digest(live, part, shard) for part, shard in held}
+
+    @cached_property
+    def _boxes(self) -> _Boxes:
+        layout, rows = self._placed.layout, self._placed.layout.rows
+        living = ~is_in(self._placed.device_ids, np.array(self._lost, np.int64))
+        players = np.bincount(layout.roles_of_rank[living].reshape(-1), minlength=layout.role_count)
+        held = np.flatnonzero(players[rows.role])
+        first, number = number_rows(np.column_stack([rows.bundle, rows.low, rows.high])[held])
+        holders, of_row = np.zeros(len(first), np.int64), np.full(len(rows), -1)
+        np.add.at(holders, number, players[rows.role[held]])
+        of_row[held] = number
+        row, crossing = held[first], np.zeros(len(first), np.bool_)
+        for side in overlapping_within(rows.bundle[row].astype(np.int64), rows.low[row], rows.high[row]):
+            crossing[side] = True
+        return _Boxes(row, holders, crossing, of_row)
+
+    def _cells(self, number: int) -> dict[tuple[int, ...], list[Region]]:
+        """Of a box's bundle what crossing boxes hold, by the boxes that hold it, as far as several devices do."""
+        boxes, bundle_of = self._boxes, self._placed.layout.rows.bundle
+        bundle = int(bundle_of[boxes.row[number]])
+        if bundle not in self._refined:
+            numbers = np.flatnonzero(boxes.crossing & (bundle_of[boxes.row] == bundle)).tolist()
+            found: dict[tuple[int, ...], list[Region]] = {}
+            for region, held in refine([self._region(each) for each in numbers]):
+                cell = tuple(numbers[index] for index in held)
+                if boxes.holders[list(cell)].sum() > 1:
+                    found.setdefault(cell, []).append(region)
+            self._refined[bundle] = found
+        return self._refined[bundle]
+
+    def _region(self, number: int) -> Region:
+        rows, row = self._placed.layout.rows, int(self._boxes.row[number])
+        tensor = self._placed.layout.members[int(rows.bundle[row])][0]
+        return box(rows.low[row], rows.high[row], len(self._placed.layout.tensors[tensor].shape))
+
+    def _shards(self, number: int, regions: Iterable[Region]) -> tuple[Shard, ...]:
+        layout, of = self._placed.layout, tuple(regions)
+        members = layout.members[int(layout.rows.bundle[self._boxes.row[number]])]
+        return tuple(Shard(layout.tensors[tensor], region) for tensor in members for region in of)
+
+
+def _digest(live: Mapping[Shard, torch.Tensor], part: Shard, shard: Shard) -> int:
+    return checksum(part_of(live[shard], part.region, shard.region))
 
 
 def differing(digests: Mapping[int, Digests]) -> tuple[str, ...]:

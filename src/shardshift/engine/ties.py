@@ -2,7 +2,7 @@
 
 Layouts know tensors, not memory. So each device says which of its tensors are one; what is one somewhere must be one
 wherever a device has both, before and after. Both travel, since layouts list both; where they arrive they are compared,
-and one of them is dropped.
+and one of them is dropped. Empty shards are in no memory: they neither tie tensors nor part them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def tied_here(sources: Mapping[Shard, torch.Tensor]) -> Ties:
     Raises:
         Mismatch: if tensors share memory in part: elements of some shards, or shards of other regions.
     """
+    filled = {shard: tensor for shard, tensor in sources.items() if shard.region.numel}
     regions: dict[Tensor, set[Region]] = {}
-    for shard in sources:
+    for shard in filled:
         regions.setdefault(shard.tensor, set()).add(shard.region)
     shared: dict[tuple[Tensor, ...], set[Region]] = {}
-    for group in exact_aliases(sources):
+    for group in exact_aliases(filled):
         tensors, (region, *others) = tuple(shard.tensor for shard in group), {shard.region for shard in group}
         if others:
             raise _in_part(group[0].tensor, group[1].tensor)
@@ -62,14 +63,15 @@ def agreed_ties(plan: Plan, records: Mapping[int, Mapping[str, Any]]) -> Ties:
     for one in joined:
         names = ", ".join(sorted(map(str, one)))
         for device, groups in sorted(said.items()):
-            held = {shard.tensor for shard in plan.prev.shards_on(device)} & one
+            held = {shard.tensor for shard in plan.prev.shards_on(device) if shard.region.numel} & one
             if len(held) > 1 and not any(held <= group for group in groups):
                 raise Mismatch(
                     f"device {device} holds {', '.join(sorted(map(str, held)))} as tensors of their own, another "
                     "device as one; nothing was moved. What to do: tie them on all devices, or on none"
                 )
         for device in plan.curr.devices:
-            cuts = {tensor: [s.region for s in plan.curr.shards_on(device) if s.tensor == tensor] for tensor in one}
+            filled = [shard for shard in plan.curr.shards_on(device) if shard.region.numel]
+            cuts = {tensor: [shard.region for shard in filled if shard.tensor == tensor] for tensor in one}
             if len({tuple(cut) for cut in cuts.values() if cut}) > 1:
                 raise Mismatch(
                     f"{names} are one tensor, but the new layout gives device {device} different regions of them; "

@@ -16,7 +16,7 @@ Marking elements was rejected (grows with the model), and so was a table per ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +26,8 @@ from scipy.sparse import csr_array
 
 from ..values import Infeasible, Layout, Region, Tensor, subtract_all
 from ..values.boxes import Ints, overlapping_pairs, overlapping_within
+from ..values.refine import refine
+from ..values.rows import box
 from .lists import Lists, distinct, number_rows, number_values
 
 
@@ -310,11 +312,6 @@ def listed(found: Mapping[Tensor, list[Region]]) -> str:
     return "; ".join(f"{tensor} " + ", ".join(map(str, dict.fromkeys(regions))) for tensor, regions in found.items())
 
 
-def box(low: Ints, high: Ints, dims: int) -> Region:
-    """A box as a value, without its padding dims."""
-    return Region(tuple(low[:dims].tolist()), tuple((high[:dims] - low[:dims]).tolist()))
-
-
 def _parts(layout: Layout, bundle_of_joint: Ints, dims: int) -> tuple[Parts, NDArray[np.bool_]]:
     """The parts of one layout, and per joint bundle whether they overlap among themselves."""
     rows = layout.rows
@@ -338,34 +335,13 @@ def _parts(layout: Layout, bundle_of_joint: Ints, dims: int) -> tuple[Parts, NDA
     return parts, mixed
 
 
-def _refined(prev: Parts, curr: Parts, joint: int) -> list[tuple[Ints, Ints, list[int], list[int]]]:
+def _refined(prev: Parts, curr: Parts, joint: int) -> Iterator[tuple[Ints, Ints, list[int], list[int]]]:
     """Atoms of a joint bundle whose parts overlap: low, high, old parts, new parts."""
     dims = prev.low.shape[1]
-    sides = [np.flatnonzero(parts.joint == joint).tolist() for parts in (prev, curr)]
-    # Cut the old parts along one another, then along the new ones: each piece knows all that contain it.
-    pieces: list[tuple[Region, list[int], list[int]]] = []
-    for part in sides[0]:
-        left = subtract_all(prev.region(part, dims), [piece for piece, _, _ in pieces])
-        pieces = [
-            (cut, [*held, part] if inside else held, wanted)
-            for piece, held, wanted in pieces
-            for cut, inside in _cut(piece, prev.region(part, dims))
-        ] + [(region, [part], []) for region in left]
-    for part in sides[1]:
-        pieces = [
-            (cut, held, [*wanted, part] if inside else wanted)
-            for piece, held, wanted in pieces
-            for cut, inside in _cut(piece, curr.region(part, dims))
-        ]
-    return [
-        (np.array(piece.offsets, np.int64), np.array(piece.stops, np.int64), held, wanted)
-        for piece, held, wanted in pieces
-        if wanted
-    ]
-
-
-def _cut(piece: Region, along: Region) -> list[tuple[Region, bool]]:
-    common = piece.intersect(along)
-    if common is None:
-        return [(piece, False)]
-    return [(common, True), *((rest, False) for rest in piece.subtract(along))]
+    before, after = (np.flatnonzero(parts.joint == joint).tolist() for parts in (prev, curr))
+    regions = [*(prev.region(part, dims) for part in before), *(curr.region(part, dims) for part in after)]
+    for region, of in refine(regions):
+        held = [before[index] for index in of if index < len(before)]
+        wanted = [after[index - len(before)] for index in of if index >= len(before)]
+        if held and wanted:
+            yield np.array(region.offsets, np.int64), np.array(region.stops, np.int64), held, wanted

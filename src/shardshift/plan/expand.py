@@ -8,7 +8,8 @@ from typing import TypeAlias
 import numpy as np
 
 from ..values import Mismatch, Shard
-from .cells import Cells, box
+from ..values.rows import box
+from .cells import Cells
 from .lists import Lists
 
 RoleIds: TypeAlias = tuple[int, ...]

@@ -22,8 +22,8 @@ import numpy as np
 
 from ..values import Layout, Region, Role, Shard, subtract_all
 from ..values.boxes import Ints
-from ..values.rows import Rows, columns
-from .cells import Cells, box
+from ..values.rows import Rows, box, columns
+from .cells import Cells
 from .lists import Lists, distinct
 
 

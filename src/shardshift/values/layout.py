@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from .boxes import Ints, expand, overlapping_within
 from .errors import Infeasible, Mismatch
 from .region import Region, overlapping
-from .rows import TOO_FAR, Rows, check_bundles, columns
+from .rows import TOO_FAR, Rows, box, check_bundles, columns
 from .tensor import Kind, Role, Shard, Tensor
 
 _MOST_BYTES: Final = 2**62
@@ -128,11 +128,12 @@ class Layout:
         _, at, count = np.unique(key, return_inverse=True, return_counts=True)
         several = np.flatnonzero(count[at.reshape(-1)] > 1)
         low, high, key = rows.low[several], rows.high[several], key[several]
-        one, _ = overlapping_within(key, low, high)
+        one, other = overlapping_within(key, low, high)
         if len(one):
             row = int(several[one[0]])
-            tensor = self.tensors[int(np.flatnonzero(self.bundle_of == rows.bundle[row])[0])]
-            raise Mismatch(f"{tensor}: role {rows.role[row]} holds boxes that overlap")
+            tensor = self.tensors[self.members[int(rows.bundle[row])][0]]
+            both = " and ".join(str(box(low[side[0]], high[side[0]], len(tensor.shape))) for side in (one, other))
+            raise Mismatch(f"{tensor}: role {rows.role[row]} holds {both}, which overlap")
         self._check_roles_together()
 
     def _check_roles_together(self) -> None:
@@ -152,8 +153,7 @@ class Layout:
         key = rank[at] * (int(rows.bundle.max()) + 1) + rows.bundle[row]
         one, _ = overlapping_within(key, rows.low[row], rows.high[row])
         if len(one):
-            tensor = self.tensors[int(np.flatnonzero(self.bundle_of == rows.bundle[row[one[0]]])[0])]
-            player = rank[at[one[0]]]
+            tensor, player = self.tensors[self.members[int(rows.bundle[row[one[0]]])][0]], rank[at[one[0]]]
             both = players[player].tolist()
             raise Mismatch(f"{tensor}: rank {player} plays roles {both}, of which two hold the same part")
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from .boxes import Ints
 from .errors import Infeasible, Mismatch
+from .region import Region
 from .tensor import Kind, Tensor
 
 TOO_FAR: Final = "reaches beyond index 2**63 - 1; what to do: check the global shapes"
@@ -53,6 +54,11 @@ def columns(indices: Sequence[tuple[int, ...]], dims: int, filler: int) -> Ints:
         return np.array(padded, np.int64).reshape(-1, dims)
     except OverflowError as error:
         raise Infeasible(f"a shard {TOO_FAR}") from error
+
+
+def box(low: Ints, high: Ints, dims: int) -> Region:
+    """A box as a value, without its padding dims."""
+    return Region(tuple(low[:dims].tolist()), tuple((high[:dims] - low[:dims]).tolist()))
 
 
 def check_bundles(tensors: Sequence[Tensor], bundle_of: NDArray[np.int32], rows: Rows) -> None:

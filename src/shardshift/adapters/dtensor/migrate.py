@@ -65,8 +65,10 @@ def migrate(
             report. Without it such a change is refused.
         verify: ``"digest"``: hold each piece to a digest of what was sent.
         compare_copies: refuse copies that differ (plain buffers of FSDP2 ranks may), which reads every byte that
-            several ranks hold. Otherwise a rank whose part stays keeps its own, and others get any.
-        differing: what becomes of copies that differ instead: ``"first"``: all get the lowest rank's; ``"mean"``.
+            several ranks hold, also where one holds all of a tensor and others parts. Otherwise a rank whose part stays
+            keeps its own, and others get any.
+        differing: what becomes of copies that differ instead: ``"first"``: all get the lowest rank's; ``"mean"``. By
+            the element: where ranks' parts overlap, each stretch is settled among the ranks that hold it.
         device_type: of torch's mesh; None for where the job's parameters are.
         topology: which ranks share a node, and rates; None for one node.
         transport: see ``shardshift.transport.connect``.
