@@ -18,11 +18,11 @@ from tests.unit.test_run import retyped, whole_value
 
 from shardshift.engine import Journal, Pages, run_program
 from shardshift.engine.events import Event, FencePassed
-from shardshift.engine.journal import check_held
+from shardshift.engine.journal import Live, check_held
 from shardshift.plan import Plan, make_plan
 from shardshift.schedule import Epoch, Program, compile_programs
 from shardshift.transport import MemoryHub, byte_view
-from shardshift.values import Infeasible, Mismatch, PlacedLayout, Shard
+from shardshift.values import Infeasible, Kind, Mismatch, PlacedLayout, Region, Shard, Tensor
 
 TIMEOUT_S = 10.0
 
@@ -217,3 +217,14 @@ def test_live_tensors_can_be_checked_before_a_move_begins() -> None:
         if live is not None:
             with pytest.raises(Mismatch, match=what):
                 check_held(given)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 8])
+def test_a_layout_whose_elements_have_another_size_than_the_live_ones_is_refused(itemsize: int) -> None:
+    weight = Tensor(Kind.PARAM, "w", (8, 6), "float32", itemsize)
+    shard = Shard(weight, Region((0, 0), (8, 6)))
+    live = torch.zeros(8, 6)
+    with pytest.raises(Mismatch, match=rf"{itemsize} bytes \(itemsize\), and it has 4; nothing was moved"):
+        check_held({shard: live})
+    with pytest.raises(Mismatch, match="itemsize=4"):
+        Live({}, {}).add([shard], lambda _: live)

@@ -163,6 +163,21 @@ def test_verify_by_digest_is_what_true_means() -> None:
     assert all(together(range(4), work).values())
 
 
+def test_a_size_of_elements_that_is_not_theirs_is_refused_before_old_memory_is_given_back() -> None:
+    weight = Tensor(Kind.PARAM, "w", (8, 6), "float32", 2)
+    halves = [Shard(weight, Region((row, 0), (4, 6))) for row in (0, 4)]
+    one, two = Layout([(Shard(weight, Region((0, 0), (8, 6))),)], [0]), Layout([(half,) for half in halves], [0, 1])
+
+    def work(mover: Mover) -> Any:
+        state = {} if mover.device else {"w": torch.ones(8, 6)}
+        with pytest.raises(Mismatch, match=r"2 bytes \(itemsize\), and it has 4") as raised:
+            mover.move(one, two, state, policy="release")
+        assert raised.value.journal is None
+        return [(name, value.sum().item()) for name, value in state.items()]
+
+    assert together(range(2), work) == {0: [("w", 48.0)], 1: []}
+
+
 def test_copies_that_differ_are_refused_by_name_and_nothing_has_moved() -> None:
     layout = placed(DP2)
     values = coded(layout)

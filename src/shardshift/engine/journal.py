@@ -177,7 +177,7 @@ def check_tensor(shard: Shard, tensor: torch.Tensor | None, what: str) -> torch.
         what: how the device came by it, for the error: "holds", "was given memory for".
 
     Raises:
-        Mismatch: if it is missing, or of another shape or dtype.
+        Mismatch: if it is missing, or of another shape or dtype, or has elements of another size.
     """
     if tensor is None:
         raise Mismatch(f"{shard}: the layout says that this device {what} it, but no tensor was given")
@@ -192,6 +192,12 @@ def check_tensor(shard: Shard, tensor: torch.Tensor | None, what: str) -> torch.
             f"{shard}: this device {what} a tensor of shape {tuple(tensor.shape)} and dtype "
             f"{_NAMES[tensor.dtype]}; expected shape {shard.region.shape} and dtype "
             f"{shard.tensor.dtype}; nothing was moved. What to do: describe the layout as the tensors really are"
+        )
+    if tensor.element_size() != shard.tensor.itemsize:  # pieces are cut and counted by what the layout says
+        raise Mismatch(
+            f"{shard}: the layout gives an element of {shard.tensor.dtype} {shard.tensor.itemsize} bytes (itemsize), "
+            f"and it has {tensor.element_size()}; nothing was moved. What to do: make the Tensor with "
+            f"itemsize={tensor.element_size()}"
         )
     return tensor
 
