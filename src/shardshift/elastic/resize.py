@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from numbers import Integral
+from typing import Any, Final, Protocol
 
 from ..values import Infeasible, ParallelConfig, ShardshiftError
 
 AHEAD: Final = 2
 """Steps between the announcement of a change and the change: one to tell everyone, one to plan it."""
+
+_ADVICE: Final = "what to do: write it like ss.Script({10: 'pp4tp2', 20: 'pp2tp4'})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +58,29 @@ class Script:
     """A source that is known from the start: per iteration a configuration. Every rank has the same and asks itself.
 
     Args:
-        changes: e.g. ``{10: "pp4tp2", 20: "pp2tp4"}``.
+        changes: e.g. ``{10: "pp4tp2", 20: "pp2tp4"}``: finished optimizer steps, and the configuration from there on.
+
+    Raises:
+        Infeasible: if it is not of that form.
     """
 
     alike = True
 
     def __init__(self, changes: Mapping[int, ParallelConfig | str]) -> None:
+        given: Any = changes  # by a user whom no type checker has told
+        if not isinstance(given, Mapping):
+            raise Infeasible(f"a script is a mapping, not {reprlib.repr(given)}; {_ADVICE}")
+        for iteration, config in given.items():
+            if isinstance(iteration, bool) or not isinstance(iteration, Integral) or iteration < 0:
+                raise Infeasible(
+                    f"{reprlib.repr(iteration)}: {reprlib.repr(config)} has no iteration: a whole number of finished "
+                    f"steps, 0 or more; {_ADVICE}"
+                )
+            if not isinstance(config, str | ParallelConfig):
+                raise Infeasible(f"{iteration}: {reprlib.repr(config)} has no configuration; {_ADVICE}")
         self._resizes = [
-            Resize(iteration, ParallelConfig.parse(config) if isinstance(config, str) else config)
-            for iteration, config in sorted(changes.items())
+            Resize(int(iteration), ParallelConfig.parse(config) if isinstance(config, str) else config)
+            for iteration, config in sorted(changes.items(), key=lambda change: change[0])
         ]
 
     @classmethod
