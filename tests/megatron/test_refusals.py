@@ -88,6 +88,25 @@ def test_an_axis_that_is_not_known() -> None:
         Script({1: "pp2zz2"})
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"global_batch_size": 0}, "global_batch_size is 0, expected the number of samples"),
+        ({"global_batch_size": -8}, "global_batch_size is -8"),
+        ({"global_batch_size": 8.0}, r"global_batch_size is 8\.0"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"micro_batch_size": -2}, "micro_batch_size is -2"),
+        ({"micro_batch_size": "2"}, "micro_batch_size is '2'"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"extra_state": "frist"}, "unknown extra_state 'frist'"),
+    ],
+)
+def test_an_adapter_is_refused_where_its_numbers_are_none(given: dict[str, Any], text: str) -> None:
+    sizes: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 2}
+    with pytest.raises(Infeasible, match=f"^{text}.*what to do"):
+        Adapter(lambda layout: [], lambda chunks, layout: (chunks, None, None), **sizes | given)
+
+
 MOE = training(1, global_batch_size=8, experts=4, ffn=6, rms_norm=True, biases=False)
 
 

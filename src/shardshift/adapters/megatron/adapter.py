@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import reprlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final
+from numbers import Integral
+from typing import Any, Final, get_args
 
 import megatron.core.tensor_parallel.random as megatron_random
 import numpy as np
@@ -62,6 +64,9 @@ class Adapter:
         async_saves: Megatron's ``AsyncCallsQueue``, if the loop saves checkpoints in the background: they are finished
             before a change.
         say: takes a line where something was mended (a parameter that was not the cast of its master).
+
+    Raises:
+        Infeasible: if a number of samples or rows is none, or ``extra_state`` is another word.
     """
 
     def __init__(
@@ -79,6 +84,12 @@ class Adapter:
         async_saves: Any = None,
         say: Callable[[str], None] = unheard,
     ) -> None:
+        _refuse_no_count("global_batch_size", global_batch_size, "samples of a step over all ranks")
+        _refuse_no_count("micro_batch_size", micro_batch_size, "samples of a forward on one rank")
+        if vocab_size is not None:
+            _refuse_no_count("vocab_size", vocab_size, "rows of the vocabulary without padding")
+        if extra_state not in get_args(Differing):
+            raise Infeasible(f"unknown extra_state {extra_state!r}; what to do: use 'error' or 'first'")
         self._build_model = build_model
         self._wrap = wrap
         self._data = data
@@ -346,6 +357,15 @@ def _padded_vocabulary(stage: Stage, tp_size: int) -> set[int]:
         for local in stage.locals
         if local.named.name in VOCABULARY
     }
+
+
+def _refuse_no_count(name: str, number: object, what: str) -> None:
+    """Refuse what is no number of things, before it divides something or is divided."""
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+        raise Infeasible(
+            f"{name} is {reprlib.repr(number)}, expected the number of {what}; what to do: give a whole number of 1 or "
+            "more"
+        )
 
 
 def _marked(job: Job, iteration: int) -> mark.Mark:
