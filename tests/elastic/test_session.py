@@ -74,6 +74,19 @@ def test_ranks_at_different_iterations_take_no_step_together() -> None:
     assert outcome.told("done") == {}
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("odd", [0, 1])
+def test_ranks_with_different_scripts_hear_of_it_before_the_first_step(odd: int) -> None:
+    outcome = play(3, Recipe("pp3", {3: "tp2"}, steps=4, faults=(Fault(odd, "", "no script"),)))
+    refused = outcome.told("refused")
+    assert refused.keys() == {0, 1, 2}
+    for device, ((kind, text, _),) in refused.items():
+        assert kind == "Mismatch"
+        named = "no change" if device == odd else "pp1tp2dp1 after step 3"
+        assert f"ranks' sources name different changes; that of this one names {named}; no step was taken" in text
+    assert outcome.told("done") == {}
+
+
 TIMEOUT_S, SHORT_S = 20.0, 3.0
 WAITED_FOR = pytest.mark.alone
 """Whoever stops is missed after the limit; so is one that others wait for in the making of a world. The limit is short

@@ -361,6 +361,11 @@ def train(send: Callable[[Any], None], recipe: Recipe, join: Callable[[float], M
     send(("end", adapter.built, adapter.retired, len(elastic.reports)))
 
 
+def faulty(adapter: ToyAdapter, how: str) -> bool:
+    """Whether this device has a fault of a kind that strikes all the time."""
+    return any(fault.how == how and fault.device == adapter.device for fault in adapter.faults)
+
+
 def half_way(adapter: ToyAdapter, event: Event) -> None:
     """Let a fault strike in the middle of a move."""
     if isinstance(event, RoundEnded) and event.index == event.rounds // 2:
@@ -378,7 +383,7 @@ def open_session(adapter: ToyAdapter, member: Member, recipe: Recipe) -> Session
     return session(
         adapter,
         recipe.start,
-        resizes=Script(recipe.changes),
+        resizes=Script({} if faulty(adapter, "no script") else recipe.changes),
         member=member,
         policy=recipe.policy,
         timeout_s=recipe.timeout_s,
@@ -407,7 +412,7 @@ def one_turn(send: Callable[[Any], None], adapter: ToyAdapter, elastic: Session[
         dist.barrier()  # whatever the last change closes is closed
         send(("open", job.iteration, psutil.Process().num_fds(), psutil.Process().num_threads()))
     job.step()
-    if any(fault.how == "drift" and fault.device == adapter.device for fault in adapter.faults):
+    if faulty(adapter, "drift"):
         job.iteration += 1
     try:
         with elastic.commit_step(job):

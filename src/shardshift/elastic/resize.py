@@ -30,6 +30,10 @@ class Resize:
     config: ParallelConfig
     usable: tuple[int, ...] | None = None
 
+    def __str__(self) -> str:
+        where = "" if self.usable is None else f" on devices {list(self.usable)}"
+        return f"{self.config}{where} after step {self.iteration}"
+
 
 class ResizeSource(Protocol):
     """Announces changes of layout. It is asked on the lead, which tells all others at the gate of the next step.

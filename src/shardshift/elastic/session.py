@@ -200,7 +200,7 @@ class Session(Generic[J]):
         change of layout that is announced for later is prepared here, once: so the pause need not wait for plans.
 
         Raises:
-            Mismatch: on all ranks, if one is at another iteration.
+            Mismatch: on all ranks, if one is at another iteration, or has another script.
             PeerLost: if a rank is lost meanwhile.
         """
         party = self._party
@@ -266,11 +266,13 @@ class Session(Generic[J]):
 
     def _pass_gate(self, next_iteration: int) -> None:
         """Agree with all ranks to go on, and hear from the lead which change comes next."""
-        party = self._party
-        if party.leads and not self._resizes.alike:
+        party, named = self._party, "what the lead is told"
+        if self._resizes.alike:
+            named = str(self._resizes.upcoming(next_iteration) or "no change")
+        elif party.leads:
             self._gate.announce(self._resizes.upcoming(next_iteration))
         assert party.job is not None
-        self._gate.pass_through(party.job.iteration, party.course.lead, leads=party.leads)
+        self._gate.pass_through(party.job.iteration, party.course.lead, leads=party.leads, named=named)
 
     def _stand_by(self) -> J | None:
         """Follow the job's changes until one gives this process a role, over losses of others if need be."""
