@@ -2,18 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch.distributed as dist
 
 from shardshift.elastic.agent.roster import NodeRecord, Roster
 from shardshift.elastic.growth import Growth
 from shardshift.elastic.resize import AHEAD, Resize
-from shardshift.values import Infeasible, ParallelConfig
+from shardshift.values import Infeasible, Mismatch, ParallelConfig, ShardshiftError
 
 
 class Nodes:
     """What leads see of nodes of two devices each, of which the first one founded the job."""
 
-    def __init__(self) -> None:
+    def __init__(self, refusal: type[ShardshiftError] = Infeasible) -> None:
+        self.refusal = refusal
         self.roster = Roster(dist.HashStore())
         self.roster.begin(1)
         self.come(0)
@@ -39,7 +41,7 @@ class Nodes:
 
     def choose(self, devices: Sequence[int]) -> ParallelConfig:
         if len(devices) == 6:
-            raise Infeasible("nothing fits 6")
+            raise self.refusal("nothing fits 6")
         return ParallelConfig(dp=len(devices))
 
     def stand_by(self, *devices: int) -> None:
@@ -105,8 +107,9 @@ def test_a_node_that_was_killed_holds_nobody_up_before_its_record_says_so() -> N
     assert nodes.source.upcoming(3) == Resize(3 + AHEAD, ParallelConfig(dp=4), (0, 1, 4, 5))
 
 
-def test_a_job_never_shrinks_and_never_fails_by_it() -> None:
-    nodes = Nodes()
+@pytest.mark.parametrize("refusal", [Infeasible, Mismatch])
+def test_a_job_never_shrinks_and_never_fails_by_it(refusal: type[ShardshiftError]) -> None:
+    nodes = Nodes(refusal)
     nodes.present = ParallelConfig(dp=8)
     nodes.come(1)
     nodes.stand_by(2, 3)

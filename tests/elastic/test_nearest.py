@@ -4,7 +4,7 @@ import pytest
 
 from shardshift.elastic.nearest import nearest
 from shardshift.elastic.present import Present
-from shardshift.values import Infeasible, ParallelConfig, Topology
+from shardshift.values import Infeasible, Mismatch, ParallelConfig, Topology
 
 
 class Model:
@@ -37,3 +37,14 @@ def test_devices_that_nothing_fits_are_refused_with_a_reason() -> None:
     held = Present(ParallelConfig(cp=4), (0, 1, 2, 3), Topology.of(4, 4))
     with pytest.raises(Infeasible, match="no configuration fits 3 devices"):
         nearest(Model())(range(3), held)
+
+
+def test_a_layout_for_which_the_jobs_own_functions_fail_is_passed_over() -> None:
+    class Failing(Model):
+        def check(self, config: ParallelConfig) -> None:
+            super().check(config)
+            if config.pp == 2:
+                raise Mismatch(f"build_model failed for {config}")
+
+    held = Present(ParallelConfig(pp=2, tp=2), (0, 1, 2, 3), Topology.of(4, 4))
+    assert nearest(Failing())(range(4), held) == ParallelConfig(tp=2, dp=2)

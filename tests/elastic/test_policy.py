@@ -22,7 +22,7 @@ from shardshift.models.step_time import step_time
 from shardshift.plan import lacking_bytes, make_plan
 from shardshift.schedule import compile_program, peak_of
 from shardshift.schedule.staging import staging_in_use_bytes
-from shardshift.values import Infeasible, ParallelConfig, PlacedLayout, Rates, Topology
+from shardshift.values import Infeasible, Mismatch, ParallelConfig, PlacedLayout, Rates, Topology
 
 NODES = Topology(4, 2, Rates.both(1e9), Rates.both(2e8), latency_s=1e-5)
 MODEL = Model.from_dimensions(layers=4, hidden=24, heads=6, vocab=100, positions=16)
@@ -201,6 +201,20 @@ def test_where_nothing_fits_every_kind_of_reason_is_named() -> None:
     text = str(caught.value)
     for part in ("8 devices", "memory: ", "batch: ", "heads: ", "layers: ", "a device has 50,000", "what to do: "):
         assert part.lower() in text.lower()
+
+
+def test_a_layout_for_which_the_jobs_own_functions_fail_is_passed_over_and_named() -> None:
+    class Failing(Described):
+        def check(self, config: ParallelConfig) -> None:
+            super().check(config)
+            if config == first:
+                raise Mismatch(f"build_model failed for {config}")
+
+    now = present("pp2tp2dp1")
+    first = best(range(4), now, Described(), RATES).config
+    choice = best(range(4), now, Failing(), RATES)
+    assert choice.config != first
+    assert [one.reason for one in choice.refused if one.config == first] == [f"build_model failed for {first}"]
 
 
 def test_no_device_is_refused() -> None:

@@ -7,11 +7,13 @@ import megatron.core.num_microbatches_calculator as calculator
 import pytest
 import torch
 from tests.megatron import models
+from tests.megatron import training as jobs
 from tests.megatron.harness import Scenario, Send, initialise, nothing, open_session, run_processes, small
 from tests.megatron.training import training
 
 from shardshift import Infeasible, Mismatch, ParallelConfig, Script, ShardshiftError, Unaccounted
 from shardshift.adapters.megatron import Adapter, Job
+from shardshift.adapters.megatron.job import RankLayout
 from shardshift.demo import oracle
 from shardshift.demo.model import Recipe, make_adapter, optimizer_step, train_step
 from shardshift.demo.text import Corpus
@@ -213,3 +215,71 @@ def test_a_matrix_that_megatron_makes_on_a_stage_and_never_reads() -> None:
 def test_a_job_that_cannot_be_carried_does_not_start(adapter: Callable[[Recipe, Corpus], Adapter], text: str) -> None:
     with pytest.raises(Unaccounted, match=text):
         Scenario(SMALL, "tp1", {}, adapter=adapter).make().check(ParallelConfig())
+
+
+def failing(where: str, error: Exception | None, gives: Callable[[list[Any]], Any] = list, pp: int = 2) -> Adapter:
+    """An adapter of a small job one of whose functions raises, or gives something else, for so many stages."""
+    recipe = training(1)
+    corpus = jobs.corpus_of(recipe)
+
+    def build(recipe: jobs.Training, layout: RankLayout) -> Any:
+        if where == "build_model" and layout.config.pp == pp and error is not None:
+            raise error
+        chunks = jobs.build_model(recipe, layout)
+        return gives(chunks) if layout.config.pp == pp else chunks
+
+    def wrap(recipe: jobs.Training, chunks: Any, layout: RankLayout) -> Any:
+        if where == "wrap" and layout.config.pp == pp and error is not None:
+            raise error
+        return jobs.wrap(recipe, chunks, layout)
+
+    return jobs.make_adapter(recipe, corpus, build, wrap)
+
+
+@pytest.mark.parametrize("where", ["build_model", "wrap"])
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (NameError("name 'hiden' is not defined"), "NameError: name 'hiden' is not defined"),
+        (TypeError("unexpected keyword 'hiden'"), "TypeError: unexpected keyword 'hiden'"),
+        (AttributeError("no attribute 'ttp'"), "AttributeError: no attribute 'ttp'"),
+        (KeyError("ttp"), "KeyError: 'ttp'"),
+        (ModuleNotFoundError("No module named 'apex'"), "ModuleNotFoundError: No module named 'apex'"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_an_error_in_the_jobs_own_functions_is_no_refusal_of_a_layout(where: str, error: Exception, text: str) -> None:
+    said = f"{where} failed for pp2tp1dp1 \\(stage 0, on the meta device\\) with {text}, at {__file__}, line [0-9]+;"
+    with pytest.raises(Mismatch, match=f"{said} nothing was moved. What to do: mend {where}, or") as raised:
+        failing(where, error).check(ParallelConfig(pp=2))
+    assert raised.value.__cause__ is error
+
+
+def test_what_megatron_refuses_is_told_with_its_kind() -> None:
+    with pytest.raises(Infeasible, match=r"pp2tp1dp1 \(stage 0, .*\): ValueError: 3 layers; .* divides the model"):
+        failing("build_model", ValueError("3 layers")).check(ParallelConfig(pp=2))
+    with pytest.raises(Infeasible, match="AssertionError without a text; what to do: choose"):
+        failing("wrap", AssertionError()).check(ParallelConfig(pp=2))
+
+
+def test_a_job_that_can_only_be_built_cut_hears_that_it_is_also_built_whole() -> None:
+    """As with sequence parallelism that is switched on whatever the layout: Megatron's own words."""
+    refusal = ValueError("Cannot use sequence parallelism without tensor parallelism")
+    with pytest.raises(Infeasible) as raised:
+        failing("build_model", refusal, pp=1).check(ParallelConfig(tp=2))
+    for words in (str(refusal), "also built whole, all axes 1", "sequence_parallel = layout.config.tp > 1"):
+        assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("gives", "what"),
+    [
+        (lambda chunks: None, "returned NoneType"),
+        (lambda chunks: chunks[0], "returned GPTModel"),
+        (lambda chunks: [], "returned list"),
+        (lambda chunks: [chunks, None], "returned list of NoneType, list"),
+    ],
+)
+def test_a_build_model_that_gives_no_list_of_chunks_is_told_so(gives: Callable[[list[Any]], Any], what: str) -> None:
+    with pytest.raises(Mismatch, match=f"must return a list of this rank's model chunks.* it {what}$"):
+        failing("build_model", None, gives).check(ParallelConfig(pp=2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from ..values import Infeasible, ParallelConfig, ShardshiftError
+from ..values import Infeasible, Mismatch, ParallelConfig, ShardshiftError
 from .agent.roster import Roster
 from .resize import AHEAD, Resize
 
@@ -56,7 +56,7 @@ class Growth:
             return None  # a node comes as a whole: the version grows once more when its last device stands by
         try:
             config = self._choose(usable)
-        except Infeasible:
+        except (Infeasible, Mismatch):
             return None  # the job runs as it is
         if config.world_size > self._present().world_size:
             self._announced = Resize(iteration + AHEAD, config, usable)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from ..values import Infeasible, ParallelConfig
+from ..values import Infeasible, Mismatch, ParallelConfig, ShardshiftError
 from .present import Policy, Present
 
 
@@ -24,13 +24,13 @@ def nearest(adapter: Checks) -> Policy:
     """
 
     def choose(devices: Sequence[int], present: Present) -> ParallelConfig:
-        refusal: Infeasible | None = None
+        refusal: ShardshiftError | None = None
         config = present.config
         for pp, tp, dp in _sizes(len(devices) // config.cp, config):
             try:
                 config = replace(config, pp=pp, tp=tp, dp=dp)
                 adapter.check(config)
-            except Infeasible as refused:
+            except (Infeasible, Mismatch) as refused:  # the job's own functions may fail for one layout, and not others
                 refusal = refusal or refused
             else:
                 return config

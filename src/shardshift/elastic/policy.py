@@ -28,7 +28,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 from ..models.load import Load, StageLoad
 from ..models.step_time import FLOPS_PER_S, StepTime, step_time
 from ..plan import Plan, make_plan
-from ..values import Infeasible, ParallelConfig, PlacedLayout
+from ..values import Infeasible, Mismatch, ParallelConfig, PlacedLayout, ShardshiftError
 from .candidates import Refused, candidates, family_of, nothing_fits, sizes
 from .nearest import nearest
 from .present import Policy, Present
@@ -135,7 +135,7 @@ class _Search:
             one = heapq.heappop(queue)
             try:
                 fits.append((one, *self._look(one.config)))
-            except Infeasible as error:
+            except (Infeasible, Mismatch) as error:  # the job's own functions may fail for one layout, and not others
                 self._refuse(one.config, error)
                 if other := self._timed(one.others):
                     heapq.heappush(queue, other)  # it may be faster than some that fit
@@ -216,7 +216,7 @@ class _Search:
         device = max(needed, key=lambda each: (needed[each], -each))
         return device, needed[device]
 
-    def _refuse(self, config: ParallelConfig, error: Infeasible) -> None:
+    def _refuse(self, config: ParallelConfig, error: ShardshiftError) -> None:
         self._refused.append(Refused(config, family_of(str(error)), str(error)))
 
 

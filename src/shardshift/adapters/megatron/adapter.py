@@ -31,7 +31,7 @@ from .extras import Differing
 from .grid import Grid
 from .job import DataPosition, Job, Parts, RankLayout, unwrapped
 from .load import states_of, step_of
-from .meta import BuildModel, MetaJobs, Stage, Wrap, checked, keep_router_bias
+from .meta import BuildModel, MetaJobs, Stage, Wrap, as_chunks, checked, keep_router_bias
 from .microbatches import BatchSizes
 from .names import VOCABULARY
 from .present import Present
@@ -291,7 +291,7 @@ class Adapter:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         megatron_random.model_parallel_cuda_manual_seed(seed)
-        chunks = list(self._build_model(layout))
+        chunks = as_chunks(self._build_model(layout))
         self._meta.refuse_shared(chunks)
         return self._assemble(chunks, layout, JobRecord(0, consumed_samples, 0, None, {}))
 

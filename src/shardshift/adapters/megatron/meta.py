@@ -11,10 +11,11 @@ Working the buckets out from a description was rejected: they depend on settings
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from traceback import extract_tb
+from typing import Any, Final
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -36,6 +37,11 @@ from .world import on_meta, virtual_rank
 BuildModel = Callable[[RankLayout], Sequence[torch.nn.Module]]
 Wrapped = tuple[Sequence[torch.nn.Module], Any, Any]
 Wrap = Callable[[Sequence[torch.nn.Module], RankLayout], Wrapped]
+
+
+_WHOLE: Final = ParallelConfig()
+_NO_REFUSALS: Final = (NameError, TypeError, AttributeError, KeyError, ImportError)
+"""Errors by which no layout is refused, but code is wrong, or does not find what it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class MetaJobs:
 
         Raises:
             Infeasible: if the model cannot be built so; the text is Megatron's.
-            Mismatch: if ``wrap`` does not return what it should.
+            Mismatch: if ``build_model`` or ``wrap`` has an error, or does not return what it should.
             Unaccounted: if the optimizer is not known, or the model holds experts that no rule covers.
         """
         if config not in self._stages:
@@ -88,7 +94,7 @@ class MetaJobs:
     @property
     def whole(self) -> Stage:
         """The model with all axes 1."""
-        return self.stages(ParallelConfig())[0]
+        return self.stages(_WHOLE)[0]
 
     @property
     def transformer_config(self) -> TransformerConfig:
@@ -122,22 +128,20 @@ class MetaJobs:
     def _stage(self, config: ParallelConfig, stage: int) -> Stage:
         layout = RankLayout(config, config.rank(pp=stage, tp=0))
         with virtual_rank(config, layout.rank):
+            called = "build_model"
             try:
                 with on_meta():
-                    chunks = tuple(self._build_model(layout))
+                    chunks = as_chunks(self._build_model(layout))
                 self.refuse_shared(chunks)
                 self._configs |= {id(each.config): each.config for each in chunks if hasattr(each, "config")}
                 declare_fused_halves(chunks)  # older releases do not
+                called = "wrap"
                 with on_meta(wrapping=True), _groups_as_made() as made:
                     wrapped, optimizer, scheduler = checked(self._wrap(chunks, layout))
             except ShardshiftError:
                 raise
-            except Exception as error:  # Megatron refuses with assertions, ValueErrors and RuntimeErrors alike
-                reason = str(error) or f"{type(error).__name__} without a text"
-                raise Infeasible(
-                    f"the job cannot be built as {config} (stage {stage}, on the meta device): {reason}; what to do: "
-                    "choose a configuration that divides the model; build_model and wrap must not touch data"
-                ) from error
+            except Exception as error:
+                raise _failed(called, config, stage, error) from error
             refuse(features(reach({"model": list(wrapped), "optimizer": optimizer})))
             inside = tuple(unwrapped(wrapped))
             keep_router_bias(inside)
@@ -155,6 +159,28 @@ class MetaJobs:
                 tuple(_named_groups(inside, optimizer, made)),
                 by_path(inside),
             )
+
+
+def _failed(called: str, config: ParallelConfig, stage: int, error: Exception) -> Infeasible | Mismatch:
+    """What one of the user's functions has raised: Megatron refuses a layout, or the function is wrong."""
+    said = f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__} without a text"
+    if isinstance(error, _NO_REFUSALS):
+        last = extract_tb(error.__traceback__)[-1]
+        return Mismatch(
+            f"{called} failed for {config} (stage {stage}, on the meta device) with {said}, at {last.filename}, line "
+            f"{last.lineno}; nothing was moved. What to do: mend {called}, or what it calls: no layout is refused so"
+        )
+    advice = "choose a configuration that divides the model; build_model and wrap must not touch data"
+    if config == _WHOLE:
+        advice = (
+            "whatever its layout, a job is also built whole, all axes 1, to learn its tensors: set by the layout what "
+            "an axis has to allow, e.g. sequence_parallel = layout.config.tp > 1; build_model and wrap must not touch "
+            "data"
+        )
+    # Megatron refuses with assertions, ValueErrors and RuntimeErrors alike.
+    return Infeasible(
+        f"the job cannot be built as {config} (stage {stage}, on the meta device): {said}; what to do: {advice}"
+    )
 
 
 @contextmanager
@@ -185,6 +211,22 @@ def _named_groups(
                 yield tuple(of_key[key] for key in group["params"])
     for group in made:
         yield tuple(names[parameter] for parameter in group)
+
+
+def as_chunks(built: Any) -> tuple[torch.nn.Module, ...]:
+    """What ``build_model`` returned, if it is what it should be.
+
+    Raises:
+        Mismatch: if not.
+    """
+    chunks = tuple(built) if isinstance(built, Iterable) else ()
+    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
+        inside = ", ".join(sorted({type(chunk).__name__ for chunk in chunks}))
+        raise Mismatch(
+            "build_model must return a list of this rank's model chunks, of one where a stage has no virtual ones; it "
+            f"returned {type(built).__name__}" + (f" of {inside}" if inside else "")
+        )
+    return chunks
 
 
 def checked(wrapped: Any) -> Wrapped:
