@@ -351,6 +351,20 @@ def test_two_phases_are_two_programs(shell: Shell) -> None:
     assert len(shell("explain", *asked, "--program", "0", "--json").json["programs"]) == 2
 
 
+def test_a_device_that_ends_with_the_first_of_two_phases_has_the_program_of_that(shell: Shell) -> None:
+    """Device 3 runs a rank of PREV, gives its state to device 2, and is in neither layout of the second phase."""
+    asked = ["explain", "pp4", "pp2", *SMALL, "--method", "migrate-then-defragment", "--program"]
+    (program,) = shell(*asked, "3", "--json").json["programs"]
+    assert {send["peer"] for step in program["epochs"][0]["rounds"] for send in step if send["do"] == "send"} == {2}
+    text = shell(*asked, "3").out
+    assert text.startswith("phase 1 of 2\ndevice 3: ")
+    assert "phase 2" not in text
+    assert "\nphase 2 of 2\ndevice 0: " in shell(*asked, "0").out
+    done = shell(*asked, "4")
+    assert done.code == 3
+    assert "device 4 has no rank before or after" in done.err
+
+
 def test_a_device_that_takes_no_part_has_no_program(shell: Shell) -> None:
     done = shell("explain", "pp4", "pp2", *SMALL, "--program", "77")
     assert done.code == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -23,7 +24,8 @@ def print_explanation(request: Request, *, program: int | None, as_json: bool) -
     Args:
         request: what was asked.
         program: the device whose program is wanted; None for the explanation.
-        as_json: print JSON on stdout instead; of a program, ``{"programs": [...]}``, one for each phase.
+        as_json: print JSON on stdout instead; of a program, ``{"programs": [...]}``, one for each phase that has a part
+            for the device.
 
     Raises:
         Infeasible: if the change cannot be, or the plan does not know the device.
@@ -32,11 +34,13 @@ def print_explanation(request: Request, *, program: int | None, as_json: bool) -
     plans, _ = request.plan()
     console = Console(soft_wrap=program is not None, highlight=False)
     if program is not None:
-        programs = [_program(plan, program, request.staging_bytes) for plan in plans]
+        programs = _programs(plans, program, request.staging_bytes)
         if as_json:
-            print(json.dumps({"programs": [one.to_json() for one in programs]}))
+            print(json.dumps({"programs": [one.to_json() for one in programs.values()]}))
             return
-        for one in programs:
+        for phase, one in programs.items():
+            if len(plans) > 1:
+                console.print(f"phase {phase} of {len(plans)}", style="bold", markup=False)
             summary, *details = describe(one)
             console.print(summary, markup=False)
             print_whole(console, peer_table(one))
@@ -58,11 +62,18 @@ def print_explanation(request: Request, *, program: int | None, as_json: bool) -
             print_whole(console, table)
 
 
-def _program(plan: Plan, device: int, staging_bytes: int) -> Program:
-    if device not in set(plan.devices) - set(plan.lost):
-        state = "is lost" if device in plan.lost else "has no rank before or after"
+def _programs(plans: Sequence[Plan], device: int, staging_bytes: int) -> dict[int, Program]:
+    """By its phase, from 1, what a device does in those that it takes part in."""
+    found = {
+        phase: compile_program(plan, device, staging_bytes)
+        for phase, plan in enumerate(plans, 1)
+        if device in set(plan.devices) - set(plan.lost)
+    }
+    if not found:
+        devices = sorted({device for plan in plans for device in plan.devices})
+        state = "is lost" if any(device in plan.lost for plan in plans) else "has no rank before or after"
         raise Infeasible(
-            f"device {device} {state}, so it has no program; what to do: name one of {len(plan.devices)} devices, "
-            f"{plan.devices[0]} to {plan.devices[-1]}"
+            f"device {device} {state}, so it has no program; what to do: name one of {len(devices)} devices, "
+            f"{devices[0]} to {devices[-1]}"
         )
-    return compile_program(plan, device, staging_bytes)
+    return found
