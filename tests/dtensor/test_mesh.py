@@ -89,3 +89,9 @@ def test_a_mesh_of_a_hundred_thousand_ranks_is_looked_up_at_once() -> None:
     mesh = Mesh({"pp": 16, "dp": 1024, "tp": 8})
     assert mesh.coordinate(131_071) == {"pp": 15, "dp": 1023, "tp": 7}
     assert [mesh.position(rank) for rank in (0, 8, 131_071)] == [0, 8, 131_071]
+
+
+@pytest.mark.parametrize(("to", "kind"), [((2, 2), "tuple"), ({"dp": 2}, "dict"), (None, "NoneType")])
+def test_what_is_no_mesh_is_no_place_to_go_to(to: Any, kind: str) -> None:
+    with pytest.raises(ss.Infeasible, match=rf"is a {kind}, expected an ss\.Mesh; what to do: .*ss\.Mesh\(\{{'dp': 2"):
+        ss.migrate(None, lambda mesh: (torch.nn.Linear(1, 1), None), to)

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 PROGRAM = """
 import os
 
@@ -60,12 +58,3 @@ def test_where_rank_0_hosts_the_store_it_leaves_last() -> None:
     assert [worker.returncode for worker in workers] == [0, 0, 0], outputs
     told = sorted(stdout.strip() for stdout, _ in outputs)
     assert told == ["finished pp2tp1dp1", "finished pp2tp1dp1", "finished standing by"]
-
-
-def test_without_a_launcher_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardshift.elastic import Member
-
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="RANK"):
-        Member.from_launcher()

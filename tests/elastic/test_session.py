@@ -6,7 +6,7 @@ from tests.elastic.toy import GRACE_S, Fault, Outcome, Recipe, ToyAdapter, play
 
 from shardshift import session
 from shardshift.elastic import Member
-from shardshift.values import Infeasible, PeerLost, Topology
+from shardshift.values import Infeasible, Mismatch, PeerLost, Topology
 
 
 def test_a_job_grows_shrinks_leaves_devices_and_takes_them_in_again() -> None:
@@ -198,3 +198,19 @@ def test_a_session_refuses_what_cannot_begin() -> None:
         session(adapter, "pp4", member=member)
     with pytest.raises(Infeasible, match="not a parallel configuration"):
         session(adapter, "", member=member)
+    for layout in (None, 2, ["pp1"]):
+        with pytest.raises(Infeasible, match=r"not a parallel configuration: .*what to do: write it like"):
+            session(adapter, layout, member=member)  # type: ignore[arg-type]
+    for resizes, text in (({1: "pp2"}, r"write resizes=ss\.Script"), ("1:pp2", "'1:pp2', expected a source")):
+        with pytest.raises(Infeasible, match=text):
+            session(adapter, "pp1", member=member, resizes=resizes)  # type: ignore[arg-type]
+
+
+def test_a_session_refuses_to_begin_where_there_is_a_world_already() -> None:
+    member = Member(dist.HashStore(), 0, Topology(1, 1))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(Mismatch, match=r"has a default process group.*what to do: leave init_process_group"):
+            session(ToyAdapter(0, lambda message: None), "pp1", member=member)
+    finally:
+        dist.destroy_process_group()

@@ -6,11 +6,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Final
 
 import torch.distributed as dist
 
-from ..values import ShardshiftError, Topology
+from ..values import Infeasible, ShardshiftError, Topology
 from .reign import Following
+
+_VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,12 @@ class Member:
             timeout_s: how long to wait for the store.
 
         Raises:
-            ValueError: if the variables are not set (from torch's own rendezvous).
-            Infeasible: if WORLD_SIZE is not a multiple of ``devices_per_node``.
+            Infeasible: if the variables are not set, or WORLD_SIZE is not a multiple of ``devices_per_node``.
+            ShardshiftError: if the store cannot be hosted or reached.
         """
         reign, following = 0, Following.from_launcher(timeout_s)
         if following is None:
-            store, device, devices = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+            store, device, devices = _meet(timeout_s)
         else:
             reign, store = following.present()
             device, devices = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -80,6 +83,27 @@ class Member:
             )
         reign, store = self.next_store(self.reign)
         return replace(self, store=job_store(store), reign=reign)
+
+
+def _meet(timeout_s: float) -> tuple[dist.Store, int, int]:
+    """The launcher's store, this process's id, and how many there are, by torch's rendezvous."""
+    if missing := [name for name in _VARIABLES if name not in os.environ]:
+        raise Infeasible(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, by which a launcher tells a process "
+            "its place in the job; what to do: start the program with 'shardshift run' or torchrun, set all of "
+            f"{', '.join(_VARIABLES)}, or give member="
+        )
+    try:
+        store, device, devices = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    except dist.DistError as error:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        taken = "EADDRINUSE" in str(error)
+        raise ShardshiftError(
+            f"rank {os.environ['RANK']} cannot {'host' if taken else 'reach'} the job's store at {address}:{port} "
+            f"(MASTER_ADDR, MASTER_PORT): {'the port is taken' if taken else f'nothing within {timeout_s:g} s'}; what "
+            f"to do: {'choose a free port' if taken else 'look whether rank 0 runs there, and can be reached'}"
+        ) from error
+    return store, device, devices
 
 
 def job_store(store: dist.Store, attempt: int = 0) -> dist.Store:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Mapping
 
 from ..adapters import Adapter
 from ..adapters.protocol import J
 from ..engine import Verify, verifies
 from ..engine.events import Sink, guarded, nowhere
-from ..values import ParallelConfig
+from ..values import Infeasible, ParallelConfig
 from .member import Member
 from .policy import Given, policy_of
 from .resize import ResizeSource, Script
@@ -66,12 +67,15 @@ def session(
         sink: takes the events of all changes of layout (``shardshift.engine.events``).
 
     Raises:
-        Infeasible: if the layout, the policy, the preference, the verification or the copies cannot be.
+        Infeasible: if the layout, the resizes, the policy, the preference, the verification or the copies cannot be.
+        ShardshiftError: if the job's store cannot be hosted or reached.
+        Mismatch: if this process has a default process group: a session makes its own.
     """
+    _refuse_no_source(resizes)
     return Session(
         adapter,
         member or Member.from_launcher(timeout_s=timeout_s),
-        ParallelConfig.parse(layout) if isinstance(layout, str) else layout,
+        ParallelConfig.of(layout),
         resizes or Script({}),
         Settings(
             policy,
@@ -89,3 +93,13 @@ def session(
         ),
         grow=grow,
     )
+
+
+def _refuse_no_source(resizes: object) -> None:
+    if isinstance(resizes, Mapping):
+        raise Infeasible("resizes is a mapping, expected a source; what to do: write resizes=ss.Script({10: 'pp4tp2'})")
+    if resizes is not None and not all(hasattr(resizes, name) for name in ("alike", "upcoming", "settled")):
+        raise Infeasible(
+            f"resizes is {reprlib.repr(resizes)}, expected a source; what to do: give an ss.Script, or another "
+            "ss.ResizeSource, which has alike, upcoming and settled"
+        )

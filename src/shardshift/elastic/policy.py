@@ -265,7 +265,7 @@ def policy_of(given: Given, adapter: Plannable, settings: Settings | None = None
         )
 
     def policy(devices: Sequence[int], present: Present) -> ParallelConfig:
-        config = _parsed(choose(tuple(devices)))
+        config = ParallelConfig.of(choose(tuple(devices)))
         if config.world_size > len(devices):
             raise Infeasible(
                 f"the policy chose {config}, which needs {config.world_size} devices, of {len(devices)}; what to do: "
@@ -279,7 +279,7 @@ def policy_of(given: Given, adapter: Plannable, settings: Settings | None = None
 
 class _Table:
     def __init__(self, table: Mapping[int, ParallelConfig | str]) -> None:
-        self._table = {count: _parsed(config) for count, config in sorted(table.items(), reverse=True)}
+        self._table = {count: ParallelConfig.of(config) for count, config in sorted(table.items(), reverse=True)}
         for count, config in self._table.items():
             if config.world_size > count:
                 raise Infeasible(
@@ -295,7 +295,3 @@ class _Table:
             f"the policy's table has no entry for {len(devices)} devices or fewer, only for "
             f"{', '.join(map(str, sorted(self._table)))}; what to do: add one"
         )
-
-
-def _parsed(config: ParallelConfig | str) -> ParallelConfig:
-    return ParallelConfig.parse(config) if isinstance(config, str) else config

@@ -83,7 +83,7 @@ class Script:
             if not isinstance(config, str | ParallelConfig):
                 raise Infeasible(f"{iteration}: {reprlib.repr(config)} has no configuration; {_ADVICE}")
         self._resizes = [
-            Resize(int(iteration), ParallelConfig.parse(config) if isinstance(config, str) else config)
+            Resize(int(iteration), ParallelConfig.of(config))
             for iteration, config in sorted(changes.items(), key=lambda change: change[0])
         ]
 

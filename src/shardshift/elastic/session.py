@@ -62,6 +62,11 @@ class Session(Generic[J]):
         *,
         grow: bool = True,
     ) -> None:
+        if dist.is_initialized():
+            raise Mismatch(
+                "this process has a default process group, and a session makes its own, a new one for each layout; "
+                "what to do: leave init_process_group (and Megatron's initialize_model_parallel) to the session"
+            )
         if config.world_size > len(member.founders):
             raise too_few_devices(config, len(member.founders))
         self._party: Party[J] = Party(adapter, member, settings, config)

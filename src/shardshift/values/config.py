@@ -87,6 +87,15 @@ class ParallelConfig:
             )
 
     @classmethod
+    def of(cls, given: ParallelConfig | str) -> ParallelConfig:
+        """A configuration, or what its text says.
+
+        Raises:
+            Infeasible: if it is neither, or see ``parse``.
+        """
+        return given if isinstance(given, ParallelConfig) else cls.parse(given)
+
+    @classmethod
     def parse(cls, text: str) -> ParallelConfig:
         """Read ``"pp4tp2dp1"``: axes in any order and case.
 
@@ -101,7 +110,8 @@ class ParallelConfig:
             f"what to do: write it like 'pp4tp2dp1'; known axes: {', '.join(known)}; left out means 1 (etp: as many "
             "as tp)"
         )
-        found = _PAIRS.fullmatch(text.lower())
+        given: Any = text  # by a user whom no type checker has told
+        found = _PAIRS.fullmatch(text.lower()) if isinstance(given, str) else None
         if not found:
             raise Infeasible(f"not a parallel configuration: {reprlib.repr(text)}; {advice}")
         sizes: dict[str, int] = {}

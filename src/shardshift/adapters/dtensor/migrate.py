@@ -92,6 +92,11 @@ def migrate(
     """
     if order not in ("given", "least"):
         raise Infeasible(f"unknown order {order!r}; what to do: use 'given' or 'least'")
+    if not isinstance(to, Mesh):
+        raise Infeasible(
+            f"the mesh to go to is a {type(to).__name__}, expected an ss.Mesh; what to do: write it like "
+            "ss.Mesh({'dp': 2, 'tp': 2}): the size of each axis, outermost first, and ranks= if not 0, 1, 2, ..."
+        )
     clock = _Clock()
     kind = device_type or _device_type(job)
     memory = kind if kind == "cpu" else f"{kind}:{torch.accelerator.current_device_index()}"
