@@ -6,6 +6,7 @@ The names below are the public face; everything is loaded on first use, so that 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         Unaccounted,
     )
 
+__version__: str
 _HOMES = {
     **dict.fromkeys(("audit", "fsdp", "megatron"), "adapters"),
     **{name: f"adapters.dtensor.{name}" for name in ("dry_run", "migrate")},
@@ -104,6 +106,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.metadata.version(__name__)
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'shardshift' has no attribute {name!r}")

@@ -6,8 +6,10 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,20 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch.distributed as dist
+from tests.cli.shell import Shell, make_shell
 from tests.elastic.test_launchers import PROGRAM, environment
 
+import shardshift
 from shardshift.cli.run import Asked, _command, _control, _endpoint, _hosts, _name, _nodes, _per_node, run_node
+from shardshift.elastic.agent.roster import Terms
+from shardshift.elastic.agent.store import open_store
 from shardshift.elastic.operating.jobfile import find
 from shardshift.transport.nccl import require_settings
-from shardshift.values import Infeasible
+from shardshift.values import Infeasible, ShardshiftError
 
 pytestmark = pytest.mark.timeout(100)
 
+ROOT = Path(__file__).parents[2]
 SHARDSHIFT = [sys.executable, "-c", "from shardshift.cli import main; main()", "run", "--control", "none"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 SHOW = """
@@ -102,6 +109,11 @@ def test_a_session_changes_its_layout_under_it(tmp_path: Path) -> None:
     assert finished == ["finished pp2tp1dp1", "finished pp2tp1dp1", "finished standing by"]
 
 
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return make_shell(monkeypatch, capsys)
+
+
 def asked(**more: Any) -> Asked:
     return Asked("train.py", ("--steps", "3"), **more)
 
@@ -114,12 +126,7 @@ def test_numbers_of_nodes(text: str, nodes: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"nnodes": "0"}, "no number of nodes"),
-        ({"nnodes": "3:2"}, "no number of nodes"),
-        ({"nnodes": "1:2:3"}, "no number of nodes"),
         ({"nnodes": "2"}, "--rdzv-endpoint HOST:PORT"),
-        ({"nproc_per_node": "0"}, "--nproc-per-node '0'"),
-        ({"nproc_per_node": "many"}, "--nproc-per-node 'many'"),
         ({"rdzv_backend": "etcd"}, "--rdzv-backend etcd"),
         ({"rdzv_conf": "is_host=perhaps"}, "is_host=perhaps"),
         ({"rdzv_endpoint": "host:port"}, "give --rdzv-endpoint HOST:PORT"),
@@ -134,6 +141,52 @@ def test_what_cannot_be_is_refused_with_what_to_do(more: dict[str, Any], text: s
     with pytest.raises(Infeasible, match=r"(?is)what to do: ") as refused:
         run_node(asked(**more))
     assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--nnodes", text) for text in ("abc", "0", "3:2", "1:2:3")]
+    + [("--nproc-per-node", text) for text in ("abc", "0")],
+)
+def test_a_number_that_is_none_is_wrong_usage(shell: Shell, option: str, text: str) -> None:
+    done = shell("run", option, text, "train.py")
+    assert done.code == 2
+    assert option in done.err
+    assert f"'{text}' is n" in done.err
+
+
+def test_the_version_is_that_of_the_package(shell: Shell) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    done = shell("--version")
+    assert (done.code, done.out) == (0, f"shardshift {version}\n")
+    assert shardshift.__version__ == version
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [("nowhere.invalid", "no host is known by the name 'nowhere.invalid'"), ("127.0.0.1", "nothing")],
+)
+def test_who_waits_for_a_store_says_at_once_for_what(host: str, reason: str) -> None:
+    class Enough(Exception):
+        pass
+
+    said: list[str] = []
+
+    def pause() -> None:
+        raise Enough
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"{host}:{free.getsockname()[1]}"
+    with pytest.raises(Enough):
+        open_store(
+            Terms("job", 1, 1, 1), endpoint, hosts=False, timeout_s=600, silence_s=5, say=said.append, pause=pause
+        )
+    (line,) = said
+    assert line.startswith(f"waits up to 600 s for the job's store at {endpoint}: {reason}")
+    with pytest.raises(ShardshiftError, match=f"{reason}.*what to do"):
+        open_store(
+            Terms("job", 1, 1, 1), endpoint, hosts=False, timeout_s=-1, silence_s=5, say=said.append, pause=pause
+        )
 
 
 def test_the_command_of_a_worker_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
+from .. import __version__
 from ..plan.methods import Method
 from ..plan.summary import STAGING_BYTES
 from ..values import Infeasible, ParallelConfig, ShardshiftError, StateLost
@@ -47,8 +48,18 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"shardshift {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Keeps subcommands subcommands, also while there is only one."""
 
 

@@ -142,6 +142,7 @@ def run_node(asked: Asked) -> int:
         The exit status.
 
     Raises:
+        typer.BadParameter: if an option is no number of nodes, or of workers.
         Infeasible: if the options cannot be.
         ShardshiftError: whatever ends the job here.
     """
@@ -150,10 +151,10 @@ def run_node(asked: Asked) -> int:
     command = _command(asked)
     name = asked.job_name or _name(asked.script, own=own)
     with _quiet_torch():
+        per_node = _per_node(asked.nproc_per_node)
         from ..elastic.agent.agent import Agent, Launch
         from ..elastic.agent.roster import Terms
 
-    per_node = _per_node(asked.nproc_per_node)
     console = _console()
     if asked.max_restarts:
         console.print("shardshift: --max-restarts is ignored: workers are not started again, the others go on")
@@ -225,8 +226,8 @@ def _nodes(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,7})(?::([0-9]{1,7}))?", text, re.ASCII)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
-        raise Infeasible(
-            f"--nnodes {text!r} is no number of nodes; what to do: give N, or MIN:MAX with 1 <= MIN <= MAX"
+        raise typer.BadParameter(
+            f"{text!r} is no number of nodes; give N, or MIN:MAX with 1 <= MIN <= MAX", param_hint="--nnodes"
         )
     return low, high
 
@@ -234,13 +235,13 @@ def _nodes(text: str) -> tuple[int, int]:
 def _per_node(text: str) -> int:
     if text.isdecimal() and int(text) > 0:
         return int(text)
+    if text not in ("gpu", "auto", "cpu"):
+        raise typer.BadParameter(f"{text!r} is none; give a number, gpu, cpu or auto", param_hint="--nproc-per-node")
     import torch
 
-    gpus = torch.cuda.device_count() if text in ("gpu", "auto") and torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count() if text != "cpu" and torch.cuda.is_available() else 0
     if text == "gpu" and not gpus:
         raise Infeasible("--nproc-per-node gpu: torch finds no GPU here; what to do: give a number")
-    if text not in ("gpu", "auto", "cpu"):
-        raise Infeasible(f"--nproc-per-node {text!r} is none; what to do: give a number, 'gpu', 'cpu' or 'auto'")
     return gpus or len(os.sched_getaffinity(0))
 
 

@@ -102,6 +102,7 @@ class Agent:
                 hosts=launch.hosts,
                 timeout_s=launch.timeout_s,
                 silence_s=launch.silence_s,
+                say=self._say,
                 pause=self._asked.pause,
             )
             where = f"{store.host}:{store.port}"

@@ -28,7 +28,14 @@ _CONNECT_S: Final = 5.0
 
 
 def open_store(
-    terms: Terms, endpoint: str, *, hosts: bool | None, timeout_s: float, silence_s: float, pause: Callable[[], None]
+    terms: Terms,
+    endpoint: str,
+    *,
+    hosts: bool | None,
+    timeout_s: float,
+    silence_s: float,
+    say: Callable[[str], None],
+    pause: Callable[[], None],
 ) -> tuple[dist.TCPStore, bool]:
     """Host the job's store, or connect to it, whichever can be.
 
@@ -38,6 +45,7 @@ def open_store(
         hosts: whether this process is to host it; None: if it can bind the endpoint's address.
         timeout_s: how long to try.
         silence_s: how long a request may take.
+        say: takes a line for whoever has started this process, where it has to wait and for what.
         pause: called between two attempts; may raise.
 
     Returns:
@@ -52,8 +60,9 @@ def open_store(
     except ValueError as error:
         raise Infeasible(f"{error} What to do: give --rdzv-endpoint HOST:PORT") from None
     until_s = time.monotonic() + timeout_s
-    reason = "nothing listens there"
+    told = ""
     while True:
+        reason = "nothing listens there" if _addresses(host, port) else f"no host is known by the name '{host}'"
         hosts_it = _can_bind(host, port) if hosts is None else hosts
         if hosts_it or _answers(host, port):
             parameters = RendezvousParameters(
@@ -69,6 +78,9 @@ def open_store(
             if store is not None:
                 return store, hosts_it
             reason = "it cannot be bound" if hosts_it else "what listens there is no store"
+        if reason != told:
+            say(f"waits up to {timeout_s:.0f} s for the job's store at {endpoint}: {reason}")
+            told = reason
         if time.monotonic() > until_s:
             raise ShardshiftError(
                 f"no store at {endpoint} within {timeout_s:.0f} s: {reason}; what to do: give all nodes the address "

@@ -50,7 +50,7 @@ def bear_witness(
         ShardshiftError: if there is no job in time.
     """
     store, _ = open_store(
-        Terms(name, 1, 1, 1), endpoint, hosts=False, timeout_s=timeout_s, silence_s=silence_s, pause=pause
+        Terms(name, 1, 1, 1), endpoint, hosts=False, timeout_s=timeout_s, silence_s=silence_s, say=say, pause=pause
     )
     with contextlib.closing(Stores(job_store(store), silence_s)) as stores:
         roster = Roster(stores.job)
