@@ -94,4 +94,4 @@ def test_fifty_moves_leave_no_descriptor_thread_group_or_memory_behind(faults: M
     (found,) = faults._apart([work], 1)
     assert [len(one) for one in found] == [50] * 4
     rows = list(faults.repeat_rows("same-host", one_shot, found))
-    assert [row.met for row in rows] == [True, True], rows
+    assert [row.met for row in rows] == [True, True], (rows, [(one[7:10], one[-3:]) for one in found])
