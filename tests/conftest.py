@@ -49,7 +49,7 @@ PATIENT = {
     *("ahead", "architectures", "attack", "audit", "beginning", "carry", "cases_modules", "cases_names"),
     *("cases_numbers", "cases_optimizers", "distributed_optimizer", "exact", "experts", "grid", "half", "load"),
     *("odd_jobs", "oracle", "peer", "quiesce", "recover", "refusals", "script", "stages", "streams", "survival"),
-    *("versions", "walk", "world", "process_group", "same_host"),
+    *("versions", "walk", "world", "process_group", "same_host", "mesh_end"),
 }
 """Files of these folders whose jobs are slower at worst when another file's run beside them: their limits are of 10 s
 and more, and no test waits for one to pass. They are marked ``patient``; but for single tests that wait for a limit to

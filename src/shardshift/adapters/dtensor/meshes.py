@@ -13,6 +13,9 @@ Rejected: destroying groups and clearing DTensor's caches, which can be cleared 
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -44,6 +47,23 @@ def meshes_apart() -> Iterator[None]:
         yield
     finally:
         _forget()
+
+
+def let_go() -> None:
+    """Let go of the meshes that were made, and of their groups, where nobody else has them. Called when Python ends.
+
+    Later, when modules are torn down, it would be too late: a group's threads, which give tensors back, could not take
+    the interpreter's lock any more, and torch ends the process by SIGABRT then, now and then.
+    """
+    _MADE.clear()
+    _forget()
+    for each in gc.get_objects():  # DTensor has more tables by meshes, none of which is needed any more
+        if type(each) is functools._lru_cache_wrapper and str(each.__module__).startswith("torch.distributed"):
+            each.cache_clear()
+    gc.collect()  # meshes and jobs are in cycles
+
+
+atexit.register(let_go)
 
 
 def _forget() -> None:
