@@ -121,11 +121,11 @@ class Account:
 class Victim:
     """Counts what a device does, and ends it where the fault says."""
 
-    def __init__(self, device: int, fault: Fault | None, struck: Any) -> None:
+    def __init__(self, device: int, fault: Fault, struck: Any) -> None:
         self.seen: Counter[str] = Counter()
-        self._fault = fault if fault is not None and fault.victim == device else None
+        self._fault = fault if fault.victim == device else None
         self._struck = struck
-        self._kind = "gloo" if fault is None else fault.transport
+        self._kind = fault.transport
 
     def reach(self, place: str) -> None:
         """The device is at a place of this kind once more."""
@@ -187,7 +187,7 @@ class _ToldAhead(_Told):
         return self._near.foresee(message, arrives=arrives)
 
 
-def accounts_of(case: Case, fault: Fault | None) -> tuple[dict[int, Account], dict[int, Counter[str]], float]:
+def accounts_of(case: Case, fault: Fault) -> tuple[dict[int, Account], dict[int, Counter[str]], float]:
     """Run a job; what the survivors tell, where each device has been, and when the fault struck."""
     shared = mmap.mmap(-1, 16)
     struck: Any = memoryview(shared).cast("d")  # of floats, which the stub does not say; and the store's port
@@ -214,19 +214,18 @@ def accounts_of(case: Case, fault: Fault | None) -> tuple[dict[int, Account], di
                 device = waiting.pop(pipe)
                 with contextlib.suppress(EOFError, ConnectionError):
                     accounts[device], seen[device] = pickle.loads(pipe.recv_bytes())
-            if fault is not None and set(waiting.values()) <= {fault.victim}:
+            if set(waiting.values()) <= {fault.victim}:
                 break
     finally:
         end(pids, pipes)
         when_s = struck[0]
         struck.release()
         shared.close()
-    if fault is not None:
-        accounts.pop(fault.victim, None)
+    accounts.pop(fault.victim, None)
     return accounts, seen, when_s
 
 
-def _child(case: Case, fault: Fault | None, device: int, struck: Any, pipe: Connection) -> None:
+def _child(case: Case, fault: Fault, device: int, struck: Any, pipe: Connection) -> None:
     """The life of one process; never returns."""
     try:
         die_with_parent()
@@ -246,7 +245,7 @@ def _child(case: Case, fault: Fault | None, device: int, struck: Any, pipe: Conn
             signal.pause()
 
 
-def _live(case: Case, fault: Fault | None, device: int, store: dist.Store, victim: Victim, account: Account) -> None:
+def _live(case: Case, fault: Fault, device: int, store: dist.Store, victim: Victim, account: Account) -> None:
     before, after = case.layouts
     state = _state(before, device)
     with Mover(
@@ -262,7 +261,6 @@ def _live(case: Case, fault: Fault | None, device: int, store: dist.Store, victi
             found = mover.move(before, after, state, policy=case.policy)  # type: ignore[arg-type]
         except PeerLost as lost:
             account.raised_s, account.named, account.outcome = time.perf_counter(), lost.ranks, "raised"
-            assert fault is not None
             _go_on(case, fault.victim, mover, lost, state, account)
         else:
             _hold(account, after, device, found)
